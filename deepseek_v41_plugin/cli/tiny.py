@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``dsv41 tiny``: a small random checkpoint in the released layout."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..checkpoint import expected_tensors
+from ..checkpoint.index import INDEX_NAME
+from ..config import ModelConfig
+from ..model.engram_hash import compressed_vocab
+from . import tiny_tokenizer as words
+from .shards import plan_shards, shard_names, write_index, write_shard
+from .tiny_presets import PRESETS, SHARD_MIB, make_config
+from .tiny_weights import Weights
+
+_WRITER = "dsv41 tiny"
+
+
+def _previous_shards(folder: Path) -> list[Path] | None:
+    """Shards of an earlier ``dsv41 tiny`` in ``folder``, or None if it wrote none."""
+    try:
+        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        if index["metadata"]["writer"] != _WRITER:
+            return None
+        return [folder / Path(name).name for name in set(index["weight_map"].values())]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _prepare(folder: Path, force: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: not a folder. Name a new or empty folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    stale = _previous_shards(folder)
+    if stale is None and any(folder.iterdir()) and not force:
+        raise ValueError(
+            f"{folder}: not empty and not written by {_WRITER}. "
+            "Name another folder, or pass --force to write into it."
+        )
+    for path in stale or ():
+        path.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tiny(
+    out_dir: str | Path,
+    preset: str = "tiny",
+    seed: int = 0,
+    layers: int | None = None,
+    vision: bool = True,
+    shard_mib: float | None = None,
+    force: bool = False,
+    overrides: dict | None = None,
+) -> Path:
+    """Write a checkpoint of ``preset`` ("tiny" or "sm90") and return its folder.
+
+    Equal arguments give byte-identical files. ``layers`` cuts or lengthens the backbone,
+    ``shard_mib`` bounds a shard in MiB, ``overrides`` replaces text_config fields. Raises
+    ValueError for a folder with foreign files (unless ``force``) and ConfigError for
+    overrides that contradict each other.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"preset: {preset!r} is unknown. Choose one of {', '.join(PRESETS)}.")
+    if seed < 0 or (layers is not None and layers < 1):
+        raise ValueError("seed and layers: negative. Use a seed >= 0 and at least one layer.")
+    shard_mib = SHARD_MIB[preset] if shard_mib is None else shard_mib
+    if shard_mib <= 0:
+        raise ValueError(f"shard_mib: {shard_mib} is too small. Use a positive size.")
+    folder = Path(out_dir)
+    _prepare(folder, force)
+
+    sizes = PRESETS[preset] | (overrides or {})
+    vocab_size = sizes["vocab_size"]
+    vocab = words.write_tokenizer(folder, vocab_size, sizes["max_position_embeddings"])
+    classes = int(compressed_vocab(folder / "tokenizer.json", vocab_size).max()) + 1
+    named = {"bos": words.BOS, "eos": words.EOS, "pad": words.PAD, "image": words.IMAGE}
+    ids = {key: vocab[token] for key, token in (named | {"noise": words.NOISE}).items()}
+    raw = make_config(preset, layers, vision, ids, classes)
+    raw["text_config"] |= overrides or {}
+    specs = expected_tensors(ModelConfig.from_hf(raw))
+
+    plan = plan_shards(specs, int(shard_mib * (1 << 20)))
+    write_index(folder, plan, specs, {"writer": _WRITER, "preset": preset, "seed": seed})
+    weights = Weights(specs, seed)
+    for name, tensors in zip(shard_names(len(plan)), plan):
+        write_shard(folder / name, tensors, specs, weights)
+    generation = {k: raw[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", generation)
+    _write_json(folder / "config.json", raw)
+    return folder
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add ``tiny`` to an argparse subparsers object; its ``run`` default is ``run``."""
+    parser = subparsers.add_parser(
+        "tiny",
+        help="write a small random checkpoint in the released layout",
+        description="Write a small random DeepSeek-V4.1 checkpoint: every layer kind and "
+        "storage format of the released one, at a size for tests.",
+    )
+    parser.add_argument("dir", metavar="DIR", help="a new or empty folder")
+    parser.add_argument(
+        "--preset",
+        choices=list(PRESETS),
+        default="tiny",
+        help="tiny: 4 MB, for any machine; sm90: 0.4 GB, with Hopper's head sizes",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
+    parser.add_argument("--layers", type=int, metavar="N", help="backbone layers (default 8)")
+    parser.add_argument("--shard-mib", type=float, metavar="N", help="largest shard in MiB")
+    parser.add_argument(
+        "--vision",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="include a small vision tower (default)",
+    )
+    parser.add_argument("--force", action="store_true", help="write among foreign files")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the checkpoint that ``args`` describes; 0, or 1 after an error message."""
+    try:
+        folder = write_tiny(
+            args.dir,
+            args.preset,
+            args.seed,
+            args.layers,
+            args.vision,
+            args.shard_mib,
+            args.force,
+        )
+    except (ValueError, OSError) as err:
+        print(f"dsv41 tiny: {err}", file=sys.stderr)
+        return 1
+    shards = list(folder.glob("model-*.safetensors"))
+    size = sum(path.stat().st_size for path in shards) / 1e6
+    print(f"{folder}: {len(shards)} shards, {size:.1f} MB, preset {args.preset}")
+    return 0

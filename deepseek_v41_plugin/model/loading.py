@@ -1,0 +1,85 @@
+"""Checkpoint tensors into the model, one at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .model import Model
+
+_EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.(weight|scale)$")
+_MIXER = re.compile(r"(.*\.hc_(?:attn|ffn))_(fn|base|scale)$")
+_NOT_TEXT = ("vision.", "aligner.", "image_")
+
+
+def is_parameter(name: str) -> bool:
+    """Whether the text model holds this tensor: not vision, not the draft, not an Engram table."""
+    return not name.startswith((*_NOT_TEXT, "mtp.")) and ".engram.embed." not in name
+
+
+def load(model: Model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Copy each tensor into its place (a rank's part of it); returns the checkpoint names used.
+
+    Tensors stay mapped until copied, so that the peak is the model plus what the host's reader
+    holds.  Names and shapes were checked before (`checkpoint.validate`).
+    """
+    parameters = dict(model.named_parameters())
+    loaded = set()
+    for name, tensor in weights:
+        if not is_parameter(name):
+            continue
+        place = _place(model, parameters, name)
+        if place is not None:
+            _copy(*place, tensor)
+        loaded.add(name)
+    return loaded
+
+
+def _place(model: Model, parameters: dict[str, nn.Parameter], name: str):
+    """(destination view, shard dim) of a checkpoint tensor; None for another rank's expert."""
+    if match := _EXPERT.match(name):
+        prefix, expert, which, kind = match.groups()
+        held = model.get_submodule(prefix)
+        local = int(expert) - held.first
+        if not 0 <= local < held.count:
+            return None
+        suffix = "_scale" if kind == "scale" else ""
+        if which == "w2":
+            return getattr(held, "w2" + suffix)[local], None, model.settings.shards
+        half = getattr(held, "w13" + suffix)[local].chunk(2, 0)
+        return half[which == "w3"], None, model.settings.shards
+    if match := _MIXER.match(name):
+        name = f"{match.group(1)}.{match.group(2)}"
+    parameter = parameters[name]
+    return parameter.data, getattr(parameter, "shard_dim", None), model.settings.shards
+
+
+def _copy(target: torch.Tensor, shard_dim: int | None, shards, tensor: torch.Tensor) -> None:
+    if shard_dim is not None:
+        tensor = tensor.chunk(shards.size, shard_dim)[shards.rank]
+    if tensor.dtype != target.dtype and tensor.element_size() == 1:
+        tensor = tensor.contiguous().view(target.dtype)  # E8M0, I8: bytes, never a numeric conversion
+    if tensor.shape != target.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)} does not fit {tuple(target.shape)}")
+    target.copy_(tensor)
+
+
+def fill_dummy(model: Model, seed: int = 0) -> None:
+    """Finite seeded weights for `--load-format dummy`: formats as released, values near 0.02."""
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator(parameter.device).manual_seed(seed)
+        if name.endswith("scale") and parameter.dtype == torch.uint8:
+            parameter.data.fill_(120)
+        elif parameter.dtype == torch.uint8:
+            parameter.data.random_(0, 256, generator=generator)
+        elif parameter.dtype == torch.float8_e4m3fn:
+            bytes_ = torch.empty(parameter.shape, dtype=torch.uint8, device=parameter.device)
+            bytes_.random_(0, 64, generator=generator)
+            parameter.data.copy_((bytes_ + 128 * (bytes_ % 2)).view(torch.float8_e4m3fn))
+        elif "norm" in name or name.endswith(("q_weight", "k_weight")):
+            parameter.data.fill_(1)
+        else:
+            parameter.data.normal_(0, 0.02, generator=generator)

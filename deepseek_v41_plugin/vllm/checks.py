@@ -1,0 +1,66 @@
+"""What is refused before a weight is read, and what the host is told about the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
+
+from .. import checkpoint
+from ..config import ModelConfig
+from .hf_config import model_config_of
+from .options import Options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger(__name__)
+
+
+class Unsupported(ValueError):
+    """The host was asked for something this plugin does not do."""
+
+
+class DeepseekV41Checks(DeepseekV4ForCausalLMConfig):
+    """The host's hook for this architecture, called as its config is built in every process."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: VllmConfig) -> None:
+        cfg = model_config_of(vllm_config.model_config.hf_config)
+        Options.parse(vllm_config.additional_config)
+        check_parallel(cfg, vllm_config)
+        check_features(vllm_config)
+        directory = Path(vllm_config.model_config.model)
+        if directory.is_dir() and vllm_config.load_config.load_format != "dummy":
+            for name in checkpoint.validate(cfg, directory):
+                logger.warning("Tensor %s is not part of DeepSeek-V4.1 and is ignored", name)
+
+
+def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise Unsupported("pipeline_parallel_size: stages are not supported by DSV41_IMPL=plugin. Use tensor parallel ranks")
+    size = parallel.tensor_parallel_size
+    for field in ("num_attention_heads", "o_groups", "n_routed_experts"):
+        if getattr(cfg, field) % size:
+            raise Unsupported(f"tensor_parallel_size: {size} does not divide {field} = {getattr(cfg, field)}")
+    for field in ("moe_intermediate_size", "o_lora_rank"):
+        whole = getattr(cfg, field) * (cfg.o_groups if field == "o_lora_rank" else 1)
+        if whole % (32 * size):
+            raise Unsupported(f"tensor_parallel_size: {size} cuts {field} inside a block of 32. Use a smaller size")
+
+
+def check_features(vllm_config: VllmConfig) -> None:
+    if vllm_config.cache_config.block_size and vllm_config.cache_config.block_size % 2:
+        raise Unsupported(f"block_size: {vllm_config.cache_config.block_size} is odd. Use an even number (compressed rows span 2 tokens)")
+    if vllm_config.cache_config.cache_dtype not in ("auto", "fp8_ds_mla"):
+        raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Leave it at auto (FP8 window, FP4 compressed rows)")
+    if vllm_config.lora_config is not None:
+        raise Unsupported("enable_lora: LoRA is not supported for DeepSeek-V4.1. Remove it")
+    if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors", "dummy"):
+        raise Unsupported(f"load_format: {vllm_config.load_config.load_format} is not supported. Use auto, safetensors or dummy")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method == "dspark":
+        raise Unsupported("speculative_config.method: dspark is not served by the plugin yet. Remove --speculative-config or set DSV41_IMPL=host")

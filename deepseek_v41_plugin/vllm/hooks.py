@@ -1,0 +1,90 @@
+"""The host's registries this plugin writes to: checked by name first, then filled."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from dataclasses import dataclass
+
+from . import DRAFT, MODEL
+from .options import implementation
+
+logger = logging.getLogger("vllm.dsv41")
+
+TESTED_VERSIONS = ("0.32.0", "0.33.0")
+
+
+@dataclass(frozen=True)
+class Hook:
+    """A host symbol the plugin needs, and what for."""
+
+    module: str
+    attribute: str
+    purpose: str
+
+    def find(self) -> str | None:
+        """None when present, else what is missing."""
+        try:
+            target = importlib.import_module(self.module)
+            for part in self.attribute.split("."):
+                target = getattr(target, part)
+        except (ImportError, AttributeError) as error:
+            return f"{self.module}.{self.attribute} ({self.purpose}): {error}"
+        return None
+
+
+HOOKS = (
+    Hook("vllm.model_executor.models.registry", "ModelRegistry.register_model", "model classes"),
+    Hook("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", "checks before loading"),
+    Hook("vllm.model_executor.models.config", "DeepseekV4ForCausalLMConfig", "quantisation name"),
+    Hook("vllm.transformers_utils.config", "_CONFIG_REGISTRY", "config class"),
+    Hook("vllm.transformers_utils.configs.deepseek_v41", "DeepseekV41Config", "config class"),
+    Hook("vllm.v1.attention.backends.registry", "register_backend", "attention backend"),
+    Hook("vllm.v1.kv_cache_interface", "SlidingWindowMLASpec", "window cache"),
+    Hook("vllm.v1.kv_cache_interface", "MLAAttentionSpec", "compressed rows and index keys"),
+    Hook("vllm.v1.kv_cache_interface", "CircularBufferSpec", "waiting half pairs"),
+    Hook("vllm.v1.worker.gpu.model_states.default", "DefaultModelState.prepare_inputs", "Engram's token history"),
+)
+
+
+def wanted() -> tuple[bool, str]:
+    """Whether the plugin's model serves here: (yes, why)."""
+    choice = implementation()
+    if choice != "auto":
+        return choice == "plugin", f"DSV41_IMPL={choice}"
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return True, "the host has no CPU path for V4.1"
+    if current_platform.is_rocm():
+        return False, "the host's own ROCm model serves"
+    capability = current_platform.get_device_capability()
+    if capability is not None and capability.major == 10:
+        return False, "the host's own SM100 model serves"
+    return True, f"compute capability {capability.as_version_str() if capability else 'unknown'}"
+
+
+def install() -> None:
+    """Register model, draft, config, checks and attention backend."""
+    yes, why = wanted()
+    if not yes:
+        logger.info("deepseek-v41-plugin: the host's model serves (%s)", why)
+        return
+    missing = [problem for problem in (hook.find() for hook in HOOKS) if problem]
+    if missing:
+        raise RuntimeError("missing in this host: " + "; ".join(missing))
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from .checks import DeepseekV41Checks
+    from .hf_config import DeepseekV41Config
+
+    package = __package__
+    ModelRegistry.register_model(MODEL, f"{package}.model:{MODEL}")
+    ModelRegistry.register_model(DRAFT, f"{package}.draft:{DRAFT}")
+    _CONFIG_REGISTRY["deepseek_v41"] = DeepseekV41Config
+    MODELS_CONFIG_MAP[MODEL] = DeepseekV41Checks
+    register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.DeepseekV41Backend")
+    logger.info("deepseek-v41-plugin serves %s (%s)", MODEL, why)

@@ -1,0 +1,1 @@
+"""Expert placement and rebalancing. Empty so far: nothing here moves experts yet."""

@@ -1,0 +1,56 @@
+"""The plain form of the MoE.  (v41-facts 5)"""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats.blocks import expert_weight, round_fp8
+
+
+def route(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+    top_k: int, scaling: float, temperature: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts: x [T, D], weight [E, D], bias [E] -> (ids [T, k] int64, weights [T, k]).
+
+    s = sqrt(softplus(x Wg^T / temperature)) in float32 or wider; the bias decides which experts,
+    never how much: weights are s over their sum, times `scaling`.  Ties go to the lower expert.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    scores = torch.nn.functional.softplus(x.to(acc) @ weight.to(acc).T / temperature).sqrt()
+    ids = (scores + bias.to(acc)).sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    chosen = scores.gather(1, ids)
+    return ids, chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float) -> torch.Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit)."""
+    return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    w13: torch.Tensor, w13_scale: torch.Tensor, w2: torch.Tensor, w2_scale: torch.Tensor,
+    limit: float, first_expert: int = 0, quantize: bool = True,
+) -> torch.Tensor:
+    """sum_e w2_e(Q(swiglu(w13_e Q(x)) * weight_e)) over the chosen experts held here.
+
+    x [T, D]; ids, weights [T, k]; w13 uint8 [E, 2F, D/2] with scales [E, 2F, D/32]; w2 uint8
+    [E, D, F/2] with scales [E, D, F/32].  The E experts held are first_expert .. first_expert+E-1;
+    others add nothing.  Returns [T, D] in the accumulator's dtype (float32, or float64).
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros(x.shape, dtype=acc, device=x.device)
+    q = round_fp8(x) if quantize else x
+    for e in torch.unique(ids).tolist():
+        local = e - first_expert
+        if not 0 <= local < w13.shape[0]:
+            continue
+        row, slot = torch.where(ids == e)
+        gate, up = (q[row] @ expert_weight(w13[local], w13_scale[local], x.dtype).T).chunk(2, -1)
+        h = (swiglu(gate.to(acc), up.to(acc), limit) * weights[row, slot, None].to(acc)).to(x.dtype)
+        if quantize:
+            h = round_fp8(h)
+        y = h @ expert_weight(w2[local], w2_scale[local], x.dtype).T
+        out.index_add_(0, row, y.to(acc))
+    return out
