@@ -32,6 +32,7 @@ _LAWS = [
         (r"attn\.wq_b$", 0.0, 2.0, True),
         (r"attn\.wo_b$", 0.0, 1.5, True),
         (r"experts\.\d+\.w2$", 0.0, 1.5, True),
+        (r"shared_experts\.w2$", 0.0, 1.0, True),
         (r"", 0.0, 1.0, True),
     )
 ]

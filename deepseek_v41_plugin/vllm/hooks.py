@@ -36,7 +36,7 @@ class Hook:
 HOOKS = (
     Hook("vllm.model_executor.models.registry", "ModelRegistry.register_model", "model classes"),
     Hook("vllm.model_executor.models.config", "MODELS_CONFIG_MAP", "checks before loading"),
-    Hook("vllm.model_executor.models.config", "DeepseekV4ForCausalLMConfig", "quantisation name"),
+    Hook("vllm.model_executor.models.config", "VerifyAndUpdateConfig", "checks before loading"),
     Hook("vllm.transformers_utils.config", "_CONFIG_REGISTRY", "config class"),
     Hook("vllm.transformers_utils.configs.deepseek_v41", "DeepseekV41Config", "config class"),
     Hook("vllm.v1.attention.backends.registry", "register_backend", "attention backend"),

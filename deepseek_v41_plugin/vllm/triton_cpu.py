@@ -25,11 +25,22 @@ PATCHES = (
 
 
 class InterpreterBackend(BaseBackend):
-    """Compiles nothing: a kernel that gets here was declared before interpreter mode was on."""
+    """Compiles nothing. Inductor keys its caches with the hash of the current target's backend."""
 
     @staticmethod
     def supports_target(target: GPUTarget) -> bool:
-        return False
+        return target.backend == "cpu"
+
+    def hash(self) -> str:
+        return "interpreter"
+
+    def _refuse(self, *_, **__):
+        raise NotImplementedError(
+            "this Triton kernel was declared without TRITON_INTERPRET=1, and there is no compiler "
+            "for the CPU: import vllm before the kernel's module"
+        )
+
+    parse_options = add_stages = load_dialects = get_module_map = _refuse
 
 
 class InterpreterDriver(DriverBase):
