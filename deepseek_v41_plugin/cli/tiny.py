@@ -5,6 +5,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from ..checkpoint import expected_tensors
 from ..checkpoint.index import INDEX_NAME
@@ -60,7 +61,8 @@ def write_tiny(
     """Write a checkpoint of ``preset`` ("tiny" or "sm90") and return its folder.
 
     Equal arguments give byte-identical files. ``layers`` cuts or lengthens the backbone,
-    ``shard_mib`` bounds a shard in MiB, ``overrides`` replaces text_config fields. Raises
+    ``shard_mib`` bounds a shard in MiB, ``overrides`` replaces text_config fields (the table
+    sizes follow from engram_vocab_size and engram_n_heads). Raises
     ValueError for a folder with foreign files (unless ``force``) and ConfigError for
     overrides that contradict each other.
     """
@@ -69,21 +71,22 @@ def write_tiny(
     if seed < 0 or (layers is not None and layers < 1):
         raise ValueError("seed and layers: negative. Use a seed >= 0 and at least one layer.")
     shard_mib = SHARD_MIB[preset] if shard_mib is None else shard_mib
-    if shard_mib <= 0:
-        raise ValueError(f"shard_mib: {shard_mib} is too small. Use a positive size.")
-    folder = Path(out_dir)
-    _prepare(folder, force)
-
+    if not 0 < shard_mib < 1e9:
+        raise ValueError(f"shard_mib: {shard_mib} is out of range. Use a positive size.")
     sizes = PRESETS[preset] | (overrides or {})
-    vocab_size = sizes["vocab_size"]
-    vocab = words.write_tokenizer(folder, vocab_size, sizes["max_position_embeddings"])
-    classes = int(compressed_vocab(folder / "tokenizer.json", vocab_size).max()) + 1
+    words_of = (sizes["vocab_size"], sizes["max_position_embeddings"])
+    with TemporaryDirectory() as scratch:
+        vocab = words.write_tokenizer(Path(scratch), *words_of)
+        classes = compressed_vocab(Path(scratch) / "tokenizer.json", sizes["vocab_size"])
     named = {"bos": words.BOS, "eos": words.EOS, "pad": words.PAD, "image": words.IMAGE}
     ids = {key: vocab[token] for key, token in (named | {"noise": words.NOISE}).items()}
-    raw = make_config(preset, layers, vision, ids, classes)
-    raw["text_config"] |= overrides or {}
+    raw = make_config(preset, layers, vision, ids, int(classes.max()) + 1, overrides)
     specs = expected_tensors(ModelConfig.from_hf(raw))
 
+    # Nothing is written or removed before the arguments have proved sound.
+    folder = Path(out_dir)
+    _prepare(folder, force)
+    words.write_tokenizer(folder, *words_of)
     plan = plan_shards(specs, int(shard_mib * (1 << 20)))
     write_index(folder, plan, specs, {"writer": _WRITER, "preset": preset, "seed": seed})
     weights = Weights(specs, seed)

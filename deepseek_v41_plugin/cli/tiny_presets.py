@@ -114,16 +114,25 @@ def _resize(text: dict[str, Any], layers: int) -> None:
 
 
 def make_config(
-    preset: str, layers: int | None, vision: bool, tokens: dict[str, int], classes: int
+    preset: str,
+    layers: int | None,
+    vision: bool,
+    tokens: dict[str, int],
+    classes: int,
+    overrides: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A config.json in the released layout; ``classes`` counts the tokenizer's folded ids."""
+    """A config.json in the released layout; ``classes`` counts the tokenizer's folded ids.
+
+    ``overrides`` of text_config count before derived fields are computed and win over them.
+    """
+    overrides = overrides or {}
     text = {k: list(v) if isinstance(v, list) else v for k, v in _COMMON.items()}
-    text |= PRESETS[preset]
+    text |= PRESETS[preset] | overrides
     if layers is not None:
         _resize(text, layers)
     stages = text["num_nextn_predict_layers"]
     last = text["num_hidden_layers"]
-    text["compress_ratios"] += [0] * stages
+    text["compress_ratios"] = text["compress_ratios"] + [0] * stages
     text["rope_scaling"] = _YARN | _ROPE[preset]
     primes = engram_primes(
         text["engram_vocab_size"],
@@ -135,6 +144,7 @@ def make_config(
     text["engram_compressed_vocab_size"] = classes
     text["dspark_noise_token_id"] = tokens["noise"]
     text["dspark_target_layer_ids"] = list(range(max(0, last - stages), last))
+    text |= overrides
     config = {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",

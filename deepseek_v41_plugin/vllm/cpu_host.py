@@ -81,9 +81,9 @@ def prepare(logger: logging.Logger) -> str:
 
 
 def _prepare_triton(logger: logging.Logger) -> None:
-    from deepseek_v41_plugin.vllm import triton_cpu
+    from deepseek_v41_plugin.vllm import triton_cpu, triton_fixes
 
-    late = triton_cpu.interpret_library()
+    late = triton_fixes.apply()
     if late:
         logger.warning(
             "Triton was imported without TRITON_INTERPRET=1, and kernels were declared before vLLM "
@@ -91,5 +91,4 @@ def _prepare_triton(logger: logging.Logger) -> None:
             "TRITON_INTERPRET=1.",
             ", ".join(late),
         )
-    triton_cpu.fix_comparisons()
     triton_cpu.register_backend()

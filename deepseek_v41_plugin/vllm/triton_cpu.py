@@ -1,27 +1,15 @@
-"""Triton on a CPU without a compiler: a backend entry for its interpreter, and two repairs.
+"""The entry "cpu" in Triton's table of backends that vLLM looks for: Triton's interpreter.
 
 Importing this module imports Triton, so TRITON_INTERPRET=1 must be in the environment by then.
 """
 
-import functools
-import importlib
-import sys
 import time
 
-import triton.language as tl
 from triton.backends import Backend, backends
 from triton.backends.compiler import BaseBackend, GPUTarget
 from triton.backends.driver import DriverBase
-from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
 
-PATCHES = (
-    "triton.language.standard",
-    "triton.language.random",
-    "triton.backends.backends[cpu]",
-    "triton.runtime.interpreter.InterpreterBuilder.create_icmp*",
-    "triton.runtime.interpreter.InterpreterBuilder.create_fcmp*",
-)
+PATCHES = ("triton.backends.backends[cpu]",)
 
 
 class InterpreterBackend(BaseBackend):
@@ -56,6 +44,12 @@ class InterpreterDriver(DriverBase):
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cpu", 0, 1)
 
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
     def get_active_torch_device(self):
         import torch
 
@@ -73,57 +67,3 @@ class InterpreterDriver(DriverBase):
 def register_backend() -> None:
     """Put the entry "cpu" into Triton's table of backends unless one is there."""
     backends.setdefault("cpu", Backend(compiler=InterpreterBackend, driver=InterpreterDriver))
-
-
-def interpret_library() -> list[str]:
-    """Declare Triton's own library functions (`tl.sum`, `tl.cdiv`, ...) again, interpreted.
-
-    `triton.jit` reads TRITON_INTERPRET where a function is declared. `import vllm` brings Triton in
-    through torch._inductor before it resolves its platform, so in the first process the library is
-    declared for the compiler and the interpreter could not call it. Does nothing otherwise.
-
-    Returns the modules outside Triton and torch whose kernels were declared too early as well;
-    those kernels cannot run in this process.
-    """
-    library = ("triton.language.standard", "triton.language.random")
-    stale = [name for name in library if _compiled(sys.modules[name])]
-    for name in stale:
-        module = importlib.reload(sys.modules[name])
-        for exported in _compiled(tl):
-            if exported in vars(module):
-                setattr(tl, exported, vars(module)[exported])
-    if not stale:
-        return []
-    return sorted(
-        name
-        for name, module in list(sys.modules.items())
-        if name.split(".")[0] not in ("triton", "torch") and _compiled(module)
-    )
-
-
-def _compiled(module) -> list[str]:
-    """Names in `module` that hold a function declared for Triton's compiler."""
-    names = getattr(module, "__dict__", {})
-    return [name for name, value in list(names.items()) if type(value) is JITFunction]
-
-
-def _typed(compare):
-    @functools.wraps(compare)
-    def int1(self, lhs, rhs):
-        return interpreter.TensorHandle(compare(self, lhs, rhs).data.astype(bool), tl.int1)
-
-    int1.dsv41_typed = True
-    return int1
-
-
-def fix_comparisons() -> None:
-    """Give comparisons in the interpreter the type they have on a GPU, int1.
-
-    They come typed as their operands. Broadcasting a scalar condition converts its data to that
-    type, and a mask that holds it is then an int array, which masked loads and stores refuse.
-    """
-    builder = interpreter.InterpreterBuilder
-    for name in dir(builder):
-        compare = getattr(builder, name)
-        if name.startswith(("create_icmp", "create_fcmp")) and not hasattr(compare, "dsv41_typed"):
-            setattr(builder, name, _typed(compare))

@@ -1,0 +1,66 @@
+"""One server for all tests of this folder, the reference of its weights, random prompts."""
+
+import importlib.util
+import random
+import secrets
+
+import pytest
+
+if not all(importlib.util.find_spec(name) for name in ("vllm", "openai")):
+    collect_ignore_glob = ["test_*.py"]
+
+FLAGS = (
+    "--dtype", "float32", "--additional-config", '{"dsv41": {"exact": true}}',
+    "--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "128M",
+    "--block-size", "16", "--reasoning-parser", "deepseek_v41", "--enable-prompt-tokens-details",
+    "--tool-call-parser", "deepseek_v41", "--enable-auto-tool-choice",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    from deepseek_v41_plugin.cli.tiny import write_tiny
+
+    seed = secrets.randbelow(1 << 31)
+    print(f"dsv41 tiny --seed {seed}")
+    return write_tiny(tmp_path_factory.mktemp("served") / "tiny", preset="tiny", seed=seed)
+
+
+@pytest.fixture(scope="session")
+def server(checkpoint, tmp_path_factory):
+    from tests.e2e.server.harness import Server
+
+    running = Server(checkpoint, tmp_path_factory.mktemp("log") / "server.log", *FLAGS)
+    try:
+        running.wait(300)
+        yield running
+    finally:
+        running.stop()
+
+
+@pytest.fixture(scope="session")
+def client(server):
+    return server.client()
+
+
+@pytest.fixture(scope="session")
+def reference(checkpoint):
+    from tests.reference import ReferenceModel
+
+    return ReferenceModel(checkpoint)
+
+
+@pytest.fixture(scope="session")
+def words(checkpoint):
+    from tests.e2e.server.harness import Words
+
+    return Words(checkpoint)
+
+
+@pytest.fixture
+def prompt(words):
+    """A function: length -> that many random ids of plain text, other ones on every call."""
+    seed = secrets.randbelow(1 << 31)
+    print(f"prompts of random.Random({seed})")
+    rng = random.Random(seed)
+    return lambda length: [rng.choice(words.plain) for _ in range(length)]
