@@ -4,6 +4,7 @@
 
     agree.py run --impl host   CHECKPOINT OUT.pt        in-tree model, teacher-forced log-probabilities
     agree.py run --impl plugin CHECKPOINT OUT.pt        ours; [--dtype float32] [--no-activation-quant]
+                                                        [--kv-cache-dtype fp8_ds_mla]
     agree.py reference CHECKPOINT OUT.pt                the float64 reference of tests/; [--kv-format v4]
                                                         [--no-activation-quant]
     agree.py calm CHECKPOINT                            scale the router biases, so that rounding cannot flip
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
 
     begin = time.time()
     if args.impl == "plugin":
-        extra = dict(additional_config={"dsv41": {"activation_quant": not args.no_activation_quant}}, block_size=64)
+        extra = dict(additional_config={"dsv41": {"activation_quant": not args.no_activation_quant}}, block_size=64,
+                     kv_cache_dtype=args.kv_cache_dtype)
     else:
         extra = dict(language_model_only=True)
     llm = LLM(
@@ -167,6 +169,7 @@ def main() -> None:
         if name == "run":
             command.add_argument("--impl", choices=("host", "plugin"), required=True)
             command.add_argument("--dtype", default="bfloat16")
+            command.add_argument("--kv-cache-dtype", default="auto")
             command.add_argument("--long", action="store_true", help=f"also a prompt of {LONG} tokens")
             command.add_argument("--kv-gib", type=int, default=4)
         else:

@@ -8,7 +8,7 @@ import random
 import torch
 
 from deepseek_v41_plugin.config import ModelConfig
-from deepseek_v41_plugin.kernels.formats.records import GlobalRecord, IndexRecord, WindowRecord
+from deepseek_v41_plugin.kernels.formats.records import cache_format
 from deepseek_v41_plugin.model.model import Model
 from deepseek_v41_plugin.model.step import LayerPages, Pages, Rows, Step
 
@@ -34,11 +34,12 @@ class Pager:
             return torch.randint(0, 120, (blocks, states, width), dtype=torch.uint8, generator=generator)
 
         self.caches = {}
+        records = cache_format(model.settings.cache, cfg.head_dim, cfg.qk_rope_head_dim, cfg.index_head_dim)
         for plan in cfg.layers:
-            caches = {"window": bytes_(block, WindowRecord(cfg.head_dim).width)}
+            caches = {"window": bytes_(block, records.window.width)}
             if plan.is_kv_source:
-                caches["compressed"] = bytes_(block // plan.ratio, GlobalRecord(cfg.head_dim).width)
-                caches["index"] = bytes_(block // plan.ratio, IndexRecord(cfg.index_head_dim).width)
+                caches["compressed"] = bytes_(block // plan.ratio, records.compressed.width)
+                caches["index"] = bytes_(block // plan.ratio, records.index.width)
                 if plan.ratio == 2:
                     caches["ring"] = torch.full((requests + 1, 8, 2 * cfg.head_dim), 1e3, dtype=acc)
             self.caches[plan.index] = caches

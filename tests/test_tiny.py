@@ -236,7 +236,8 @@ def test_layers_cuts_or_lengthens(tmp_path, layers):
 
 
 def test_overrides(tmp_path):
-    folder = write_tiny(tmp_path / "x", layers=2, overrides={"n_routed_experts": 4, "engram_n_heads": 1})
+    fields = {"n_routed_experts": 4, "engram_n_heads": 1}
+    folder = write_tiny(tmp_path / "x", layers=2, overrides=fields)
     cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     assert cfg.n_routed_experts == 4 and cfg.engram_num_embeddings == (97 + 101 + 103,)
     assert validate(cfg, folder) == []

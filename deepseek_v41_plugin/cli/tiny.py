@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -81,7 +82,8 @@ def write_tiny(
     named = {"bos": words.BOS, "eos": words.EOS, "pad": words.PAD, "image": words.IMAGE}
     ids = {key: vocab[token] for key, token in (named | {"noise": words.NOISE}).items()}
     raw = make_config(preset, layers, vision, ids, int(classes.max()) + 1, overrides)
-    specs = expected_tensors(ModelConfig.from_hf(raw))
+    cfg = ModelConfig.from_hf(raw)
+    specs = expected_tensors(cfg)
 
     # Nothing is written or removed before the arguments have proved sound.
     folder = Path(out_dir)
@@ -89,7 +91,9 @@ def write_tiny(
     words.write_tokenizer(folder, *words_of)
     plan = plan_shards(specs, int(shard_mib * (1 << 20)))
     write_index(folder, plan, specs, {"writer": _WRITER, "preset": preset, "seed": seed})
-    weights = Weights(specs, seed)
+    # The more rows a softmax can see, the larger a sink must be to take part.
+    sink = math.log(cfg.sliding_window + cfg.index_topk) / 2
+    weights = Weights(specs, seed, sink)
     for name, tensors in zip(shard_names(len(plan)), plan):
         write_shard(folder / name, tensors, specs, weights)
     generation = {k: raw[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id")}

@@ -21,7 +21,7 @@ _LAWS = [
         (r"engram\.[qk]_weight$", 1.0, 0.2, False),
         (r"hc_\w+_base$", 0.0, 1.0, False),
         (r"hc_\w+_scale$", 1.0, 0.2, False),
-        (r"attn_sink$", 0.5, 1.0, False),
+        (r"attn_sink$", 0.0, 1.0, False),
         (r"gate\.bias(_vl)?$", 0.0, 0.2, False),
         (r"\.bias$", 0.0, 0.02, False),
         (r"^image_", 0.0, 1.0, False),
@@ -79,10 +79,13 @@ def _drive(stem: str, w: np.ndarray) -> np.ndarray:
 
 
 class Weights:
-    """Tensor bytes by name; a pure function of seed, name, shape and dtype."""
+    """Tensor bytes by name; a pure function of seed, name, shape and dtype.
 
-    def __init__(self, specs: dict[str, TensorSpec], seed: int):
-        self.specs, self.seed = specs, seed
+    ``sink`` is the mean of the attention sinks, a logit beside those of all visible rows.
+    """
+
+    def __init__(self, specs: dict[str, TensorSpec], seed: int, sink: float = 1.0):
+        self.specs, self.seed, self.sink = specs, seed, sink
         self._pending: dict[str, np.ndarray] = {}
 
     def values(self, stem: str) -> np.ndarray:
@@ -102,6 +105,8 @@ class Weights:
         spec = self.specs[name]
         if spec.dtype in ("BF16", "F32"):
             x = _normal(_rng(self.seed, name), name, spec.shape)
+            if name.endswith("attn_sink"):
+                x += np.float32(self.sink)
             return encode.bf16(x) if spec.dtype == "BF16" else x
         stem = name.rsplit(".", 1)[0]
         dtype = self.specs[f"{stem}.weight"].dtype

@@ -8,7 +8,7 @@ from torch import nn
 from ..config import LayerPlan, ModelConfig
 from ..kernels.attention import sparse_attention
 from ..kernels.formats.blocks import dense_weight
-from ..kernels.formats.records import GlobalRecord, WindowRecord
+from ..kernels.formats.records import cache_format
 from ..kernels.paging import slots_of, write_rows
 from .compressor import Compressor
 from .indexer import Indexer
@@ -40,9 +40,9 @@ class Attention(nn.Module):
         self.attn_sink = raw((self.heads,), torch.float32, shard_dim=0)
         if plan.is_kv_source:
             self.compressor = Compressor(cfg, settings, plan.ratio)
+        self.format = cache_format(settings.cache, cfg.head_dim, cfg.qk_rope_head_dim, cfg.index_head_dim)
         if plan.is_index_source:
-            self.indexer = Indexer(cfg, settings, plan, self.rope)
-        self.window_record, self.global_record = WindowRecord(cfg.head_dim), GlobalRecord(cfg.head_dim)
+            self.indexer = Indexer(cfg, settings, plan, self.rope, self.format.index)
 
     def forward(self, x: torch.Tensor, step: Step | None) -> torch.Tensor:
         """x [T, D] -> [T, D].  Without a step (the host's profiling run) attention itself is skipped."""
@@ -53,7 +53,7 @@ class Attention(nn.Module):
             return self._output(q)
         positions, pages = step.rows.positions, step.pages[self.plan.index]
         q, kv = self.rope(q, positions), self.rope(kv, positions)
-        write_rows(pages.window.cache, pages.window.slots, self.window_record.encode(_wide(kv)))
+        write_rows(pages.window.cache, pages.window.slots, self.format.window.encode(kv))
         if self.plan.is_kv_source:
             self._compress(x, step, pages)
         if self.plan.is_index_source:
@@ -67,8 +67,8 @@ class Attention(nn.Module):
             slots = slots_of(source.block_table, step.rows.req, chosen, source.states)
         o = sparse_attention(
             q, self.attn_sink, self.cfg.head_dim**-0.5,
-            pages.window.cache, self._window_slots(step, pages), self.window_record,
-            compressed, slots, self.global_record,
+            pages.window.cache, self._window_slots(step, pages), self.format.window,
+            compressed, slots, self.format.compressed,
         )
         return self._output(self.rope(o, positions, inverse=True))
 
@@ -83,7 +83,7 @@ class Attention(nn.Module):
         group = step.rows.positions // self.plan.ratio * self.plan.ratio
         keys = self.indexer.keys(latent, group)
         write_rows(pages.index.cache, self.compressor.slots(step.rows, pages.index), keys)
-        record = self.global_record.encode(_wide(self.rope(latent, group)))
+        record = self.format.compressed.encode(self.rope(latent, group))
         write_rows(pages.compressed.cache, self.compressor.slots(step.rows, pages.compressed), record)
 
     def _output(self, o: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,3 @@ class Attention(nn.Module):
         wo_a = dense_weight(self.wo_a.weight, self.wo_a.scale, o.dtype).unflatten(0, (self.groups, -1))
         low = torch.einsum("tgi,gri->tgr", grouped, wo_a).flatten(1)
         return self.settings.shards.all_reduce(self.wo_b(low))
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

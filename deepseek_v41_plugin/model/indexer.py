@@ -7,8 +7,7 @@ from torch import nn
 
 from ..config import LayerPlan, ModelConfig
 from ..kernels import indexer as ops
-from ..kernels.formats.blocks import round_index
-from ..kernels.formats.records import IndexRecord
+from ..kernels.formats.records import Record
 from ..kernels.paging import read_rows, slots_of
 from .parameters import Fp8Linear, Plain, RMSNorm
 from .rope import Rope
@@ -19,10 +18,10 @@ from .step import Pages, Step
 class Indexer(nn.Module):
     """Index keys on KV sources, queries and the choice on index sources."""
 
-    def __init__(self, cfg: ModelConfig, settings: Settings, plan: LayerPlan, rope: Rope):
+    def __init__(self, cfg: ModelConfig, settings: Settings, plan: LayerPlan, rope: Rope, record: Record):
         super().__init__()
         self.cfg, self.plan, self.rope, self.accumulator = cfg, plan, rope, settings.accumulator
-        self.record = IndexRecord(cfg.index_head_dim)
+        self.record = record
         if plan.is_kv_source:
             self.wk = Plain(cfg.index_head_dim, cfg.head_dim)
             self.k_norm = RMSNorm(cfg.index_head_dim, cfg.rms_norm_eps, settings)
@@ -48,7 +47,7 @@ class Indexer(nn.Module):
             every = torch.arange(max(longest, 1), device=x.device).expand(rows.count, -1)
             return torch.where(every < visible[:, None], every, -1)
         q = self.wq_b(qr).unflatten(-1, (cfg.index_n_heads, cfg.index_head_dim))
-        q = round_index(self.rope(q, rows.positions)).to(self.accumulator)
+        q = self.record.round(self.rope(q, rows.positions).to(self.accumulator))
         weights = self.weights_proj(x).to(self.accumulator)
         weights = weights * (cfg.index_head_dim**-0.5 * cfg.index_n_heads**-0.5)
         chosen, kept = [], []

@@ -21,11 +21,13 @@ class Shards:
 class Settings:
     """dtype of the activations (bfloat16, float32; float64 is the exact mode), and shards.
 
+    `cache`: record formats, see `kernels.formats.records.cache_format`.
     `activation_quant`: round the inputs of FP8 Linears and experts to FP8, as in training.
     """
 
     dtype: torch.dtype = torch.bfloat16
     activation_quant: bool = True
+    cache: str = "auto"
     shards: Shards = field(default_factory=Shards)
 
     @property

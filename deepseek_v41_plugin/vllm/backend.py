@@ -52,7 +52,7 @@ class DeepseekV41Backend(AttentionBackend):
     """Registered as CUSTOM; the model's layers name it themselves, whatever --attention-backend says."""
 
     supported_dtypes = [torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes = ["auto"]
+    supported_kv_cache_dtypes = ["auto", "fp8_ds_mla"]
 
     @staticmethod
     def get_name() -> str:

@@ -14,7 +14,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from ..config import LayerPlan, ModelConfig
-from ..kernels.formats.records import GlobalRecord, IndexRecord, WindowRecord
+from ..kernels.formats.records import cache_format
 from ..model.settings import Settings
 from .backend import DeepseekV41Backend
 
@@ -53,14 +53,15 @@ class LayerCaches(nn.Module):
         super().__init__()
         block = vllm_config.cache_config.block_size
         common = dict(num_kv_heads=1, max_tp_shards=1, dtype=torch.uint8, alignment=PAGE_ALIGNMENT)
+        records = cache_format(settings.cache, cfg.head_dim, cfg.qk_rope_head_dim, cfg.index_head_dim)
         self.window = Cache(f"{prefix}.window", SlidingWindowMLASpec(
-            block_size=block, head_size=WindowRecord(cfg.head_dim).width,
+            block_size=block, head_size=records.window.width,
             sliding_window=cfg.sliding_window, **common,
         ))
         self.compressed = self.index = self.ring = None
         if not plan.is_kv_source:
             return
-        for name, record in (("compressed", GlobalRecord(cfg.head_dim)), ("index", IndexRecord(cfg.index_head_dim))):
+        for name, record in (("compressed", records.compressed), ("index", records.index)):
             setattr(self, name, Cache(f"{prefix}.{name}", MLAAttentionSpec(
                 block_size=block, head_size=record.width, tokens_per_state=plan.ratio, **common,
             )))

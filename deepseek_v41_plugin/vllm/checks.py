@@ -58,7 +58,7 @@ def check_features(vllm_config: VllmConfig) -> None:
     if vllm_config.cache_config.block_size and vllm_config.cache_config.block_size % 2:
         raise Unsupported(f"block_size: {vllm_config.cache_config.block_size} is odd. Use an even number (compressed rows span 2 tokens)")
     if vllm_config.cache_config.cache_dtype not in ("auto", "fp8_ds_mla"):
-        raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Leave it at auto (FP8 window, FP4 compressed rows)")
+        raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Use auto (FP8 window, FP4 compressed rows and index keys) or fp8_ds_mla")
     if vllm_config.lora_config is not None:
         raise Unsupported("enable_lora: LoRA is not supported for DeepSeek-V4.1. Remove it")
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors", "dummy"):

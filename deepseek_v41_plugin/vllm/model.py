@@ -115,7 +115,7 @@ def _settings(vllm_config: VllmConfig) -> Settings:
     size = get_tensor_model_parallel_world_size()
     shards = Shards(get_tensor_model_parallel_rank(), size, _sum_over_ranks) if size > 1 else Shards()
     dtype = torch.float64 if options.exact else vllm_config.model_config.dtype
-    return Settings(dtype, options.activation_quant, shards)
+    return Settings(dtype, options.activation_quant, vllm_config.cache_config.cache_dtype, shards)
 
 
 def _sum_over_ranks(x: torch.Tensor) -> torch.Tensor:

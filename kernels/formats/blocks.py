@@ -68,12 +68,6 @@ def index_dequantize(codes: torch.Tensor, exponent: torch.Tensor, dtype: torch.d
     return (_blocks(e2m1_values(codes, dtype), INDEX_BLOCK) * pow2(exponent, dtype)[..., None]).flatten(-2)
 
 
-def round_index(x: torch.Tensor) -> torch.Tensor:
-    """x as an index query or key is seen; same shape and dtype."""
-    wide = _at_least_f32(x)
-    return index_dequantize(*index_quantize(wide), dtype=wide.dtype).to(x.dtype)
-
-
 def dense_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """E4M3 [o, i] under E8M0 bytes [ceil(o/32), ceil(i/32)] -> [o, i] in `dtype` (exact in bf16)."""
     s = e8m0_decode(scale, dtype).repeat_interleave(32, 0)[: weight.shape[0]]

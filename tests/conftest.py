@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The seed of a run: fresh each time, printed, and settable so that a failure can be repeated."""
+
+import os
+import random
+import secrets
+
+import pytest
+
+SEED = int(os.environ.get("DSV41_TEST_SEED") or secrets.randbelow(1 << 31))
+
+
+def pytest_report_header():
+    return f"DSV41_TEST_SEED={SEED}"
+
+
+def pytest_terminal_summary(terminalreporter):
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(f"To repeat the random inputs of this run: DSV41_TEST_SEED={SEED}")
+
+
+@pytest.fixture(scope="session")
+def run_seed() -> int:
+    return SEED
+
+
+@pytest.fixture
+def run_rng(request) -> random.Random:
+    """Random numbers of this test alone: the same ones whichever other tests run."""
+    return random.Random(f"{SEED} {request.node.name}")

@@ -1,0 +1,154 @@
+"""Tool calls in DSML, forced letter by letter: parsed exactly, nothing of them left in the content."""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.e2e.server.harness import literally
+
+D = "｜DSML｜"
+TOOLS = [
+    {"type": "function", "function": {
+        "name": name, "description": "d", "parameters": {
+            "type": "object", "properties": {key: {"type": kind} for key, kind in keys.items()},
+            "required": list(keys), "additionalProperties": False,
+        },
+    }}
+    for name, keys in (("f", {"a": "string"}), ("g", {"n": "integer", "o": "object"}))
+]  # fmt: skip
+
+
+def invoke(name: str, *parameters: tuple[str, str, str]) -> str:
+    inner = "".join(
+        f'<{D} parameter name="{key}" string="{is_text}">{value}</{D} parameter>\n'
+        for key, is_text, value in parameters
+    )
+    return f'<{D} invoke name="{name}">\n{inner}</{D} invoke>\n'
+
+
+def block(*calls: str) -> str:
+    return f"<{D} calls>\n{''.join(calls)}</{D} calls>"
+
+
+ODD = 'a <b> "c" {d: 1}\n é < /'
+ONE = block(invoke("f", ("a", "true", ODD)))
+TWO = block(
+    invoke("f", ("a", "true", "x")), invoke("g", ("n", "false", "-7"), ("o", "false", '{"k": [1]}'))
+)
+TWO_PARSED = [("f", {"a": "x"}), ("g", {"n": -7, "o": {"k": [1]}})]
+# What the model says -> (reasoning, content, calls).
+CASES = {
+    "one": (ONE, "", "", [("f", {"a": ODD})]),
+    "after text": (f"ok <\n\n{ONE}", "", "ok <", [("f", {"a": ODD})]),
+    "two": (TWO, "", "", TWO_PARSED),
+    "after thinking": (f"<think>hm</think>so\n\n{TWO}", "hm", "so", TWO_PARSED),
+    "no call": (f"<{D} cal or <{D}invoke", "", f"<{D} cal or <{D}invoke", []),
+}
+
+
+@dataclass
+class Heard:
+    """What a client has got, streamed or not."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+    pieces: int = 0
+    finish: str | None = None
+
+    def add(self, part) -> None:
+        self.reasoning += getattr(part, "reasoning", None) or ""
+        self.content += part.content or ""
+        for i, call in enumerate(part.tool_calls or []):
+            index = i if getattr(call, "index", None) is None else call.index
+            if index == len(self.calls):
+                assert call.id and call.type == "function"
+                self.calls.append(["", ""])
+            self.calls[index][0] += call.function.name or ""
+            self.calls[index][1] += call.function.arguments or ""
+            self.pieces += 1
+
+
+@pytest.fixture(scope="module")
+def heard(server, words):
+    """(case, spelling, streamed) -> Heard. All are asked at once; a step serves them together."""
+    marker, tags = str(words.id(D)), [str(words.id(t)) for t in ("<think>", "</think>")]
+
+    async def ask(client, text, spelling, streamed, max_tokens=350):
+        given = dict(
+            model=server.model, messages=[{"role": "user", "content": "Hi"}], tools=TOOLS,
+            max_tokens=max_tokens, temperature=0,
+            logit_bias={marker: 100 if spelling == "token" else -100, **dict.fromkeys(tags, 100)},
+            extra_body=dict(structured_outputs={"regex": literally(text)},
+                            chat_template_kwargs={"thinking": False}),
+        )  # fmt: skip
+        got = Heard()
+        if streamed:
+            async for chunk in await client.chat.completions.create(**given, stream=True):
+                for choice in chunk.choices:
+                    got.add(choice.delta)
+                    got.finish = choice.finish_reason or got.finish
+        else:
+            choice = (await client.chat.completions.create(**given)).choices[0]
+            got.add(choice.message)
+            got.finish = choice.finish_reason
+        return got
+
+    async def everything():
+        async with server.async_client() as client:
+            keys = [
+                (name, spelling, streamed)
+                for name in CASES
+                for spelling in ("token", "bytes")
+                for streamed in (False, True)
+            ]
+            asked = [ask(client, CASES[name][0], *how) for name, *how in keys]
+            for cut in (5, 12, 30, 60):
+                for streamed in (False, True):
+                    keys.append((cut, "token", streamed))
+                    asked.append(ask(client, f"ok{ONE}", "token", streamed, cut))
+            return dict(zip(keys, await asyncio.gather(*asked), strict=True))
+
+    return asyncio.run(everything())
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("spelling", ["token", "bytes"])
+@pytest.mark.parametrize("name", CASES)
+def test_call_is_parsed(heard, name, spelling, streamed):
+    got = heard[name, spelling, streamed]
+    _, reasoning, content, calls = CASES[name]
+    assert (got.reasoning, got.content.rstrip("\n")) == (reasoning, content)
+    assert [(call, json.loads(arguments)) for call, arguments in got.calls] == calls
+    assert got.finish == ("tool_calls" if calls else "stop")
+    if streamed and calls:
+        assert got.pieces > len(calls), "the arguments came in one piece"
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("cut", [5, 12, 30, 60])
+def test_cut_off_call_leaks_nothing(heard, cut, streamed):
+    got = heard[cut, "token", streamed]
+    assert got.content.rstrip("\n") == "ok" and got.finish == "length"
+
+
+def test_named_tool_is_forced(client, server, words):
+    """tool_choice names a function: the host's own grammar makes the random model call it."""
+    kinds = {"c": {"type": "string", "enum": ["Rome", "Oslo"]}, "d": {"type": "boolean"}}
+    schema = {"type": "object", "properties": kinds, "required": ["c", "d"]}
+    schema["additionalProperties"] = False
+    function = {"name": "trip", "description": "d", "strict": True, "parameters": schema}
+    choice = client.chat.completions.create(
+        model=server.model, messages=[{"role": "user", "content": "Hi"}], temperature=0,
+        tools=[{"type": "function", "function": function}], max_tokens=200,
+        tool_choice={"type": "function", "function": {"name": "trip"}},
+        logit_bias={str(i): -100 for i in words.blanks()} | {str(words.id(D)): 100},
+        extra_body={"chat_template_kwargs": {"thinking": False}},
+    ).choices[0]  # fmt: skip
+    assert not choice.message.content, choice.message.content
+    (call,) = choice.message.tool_calls
+    given = json.loads(call.function.arguments)
+    assert call.function.name == "trip" and given["c"] in ("Rome", "Oslo")
+    assert isinstance(given["d"], bool) and set(given) == {"c", "d"}
