@@ -31,7 +31,7 @@ import torch
 from deepseek_v41_plugin import checkpoint
 from deepseek_v41_plugin.config import ModelConfig
 from deepseek_v41_plugin.model.engram_table import EngramTable
-from deepseek_v41_plugin.model.loading import is_parameter, load
+from deepseek_v41_plugin.model.loading import load_checkpoint
 from deepseek_v41_plugin.model.model import Model
 from deepseek_v41_plugin.model.settings import Settings
 
@@ -108,14 +108,12 @@ def main() -> None:
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     cfg = ModelConfig.from_hf(json.loads((args.checkpoint / "config.json").read_text()))
-    index = checkpoint.read_index(args.checkpoint)
-    shards = {entry.path for entry in index.values()}
+    shards = {entry.path for entry in checkpoint.read_index(args.checkpoint).values()}
     largest = max(path.stat().st_size for path in shards)
-    checkpoint.validate(cfg, args.checkpoint, index)
     before = resident()
     with Peak() as peak:
         model = Model(cfg, Settings())
-        load(model, checkpoint.stream(index, is_parameter))
+        load_checkpoint(model, args.checkpoint)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     above = peak.value - before - size
     row = {

@@ -23,6 +23,7 @@ class Pager:
         self.model, self.block, rng = model, block, random.Random(seed)
         cfg: ModelConfig = model.cfg
         acc = model.settings.accumulator
+        self.device = model.embed.weight.device
         per_request = -(-length // block)
         ids = rng.sample(range(1, requests * per_request + 1), requests * per_request)
         self.table = torch.tensor(ids, dtype=torch.int32).view(requests, per_request)
@@ -43,6 +44,9 @@ class Pager:
                 if plan.ratio == 2:
                     caches["ring"] = torch.full((requests + 1, 8, 2 * cfg.head_dim), 1e3, dtype=acc)
             self.caches[plan.index] = caches
+        for caches in self.caches.values():
+            caches.update({name: cache.to(self.device) for name, cache in caches.items()})
+        self.table, self.rings = self.table.to(self.device), self.rings.to(self.device)
         self.tokens: dict[int, list[int]] = {r: [] for r in range(requests)}
 
     @torch.no_grad()
@@ -60,9 +64,9 @@ class Pager:
             start.append(len(ids))
             for p in range(done, done + len(chunk)):
                 ngrams.append([self.tokens[r][p - b] if p >= b else -1 for b in range(n)])
-        index = torch.tensor(list(chunks))
+        index = torch.tensor(list(chunks), device=self.device)
         local = {r: i for i, r in enumerate(chunks)}
-        rows = Rows(torch.tensor(positions), torch.tensor([local[r] for r in req]), start, context)
+        rows = Rows(self.on_device(positions), self.on_device([local[r] for r in req]), start, context)
         table = self.table[index]
         slot = table[rows.req, rows.positions // self.block].long() * self.block + rows.positions % self.block
         pages = {}
@@ -73,6 +77,9 @@ class Pager:
                 for name, cache in caches.items()
             }
             pages[layer] = LayerPages(**paged)
-        hidden = self.model(torch.tensor(ids), Step(rows, pages), torch.tensor(ngrams))
+        hidden = self.model(self.on_device(ids), Step(rows, pages), self.on_device(ngrams))
         logits = self.model.logits(hidden)
         return {r: logits[start[i] : start[i + 1]] for i, r in enumerate(chunks)}
+
+    def on_device(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, device=self.device)

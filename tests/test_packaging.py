@@ -66,7 +66,7 @@ def bare_venv(folder: Path, wheel: Path) -> Path:
     return python
 
 
-# Subpackages resolve inside the package; nothing of ours is importable at top level; no host needed.
+# Subpackages resolve inside the package, nothing of ours is importable at top level, no host.
 PROBE = """
 import importlib.util as u, deepseek_v41_plugin, deepseek_v41_plugin.kernels
 import deepseek_v41_plugin.eplb, deepseek_v41_plugin.vllm.platform as p

@@ -128,7 +128,7 @@ def test_shard_size_does_not_change_tensors(folder, seed, tmp_path):
 @pytest.mark.parametrize(
     "stem, error",
     [
-        ("layers.0.attn.wq_a", 2**-4),
+        ("layers.0.attn.wq_b", 2**-4),
         ("layers.5.attn.wo_a", 2**-4),
         ("layers.4.engram.wkv", 2**-4),
         ("layers.4.engram.embed", 2**-4),

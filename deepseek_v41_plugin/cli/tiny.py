@@ -115,7 +115,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--preset",
         choices=list(PRESETS),
         default="tiny",
-        help="tiny: 4 MB, for any machine; sm90: 0.4 GB, with Hopper's head sizes",
+        help="tiny: 4 MB, for any machine; sm90: 0.43 GB, with Hopper's head sizes",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     parser.add_argument("--layers", type=int, metavar="N", help="backbone layers (default 8)")

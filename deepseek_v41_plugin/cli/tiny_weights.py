@@ -30,15 +30,15 @@ _LAWS = [
         (r"wgate$", 0.0, 2.0, True),
         (r"gate$", 0.0, 2.0, True),
         (r"attn\.wq_b$", 0.0, 1.5, True),
-        (r"attn\.wo_b$", 0.0, 0.5, True),
-        (r"experts\.\d+\.w2$", 0.0, 0.15, True),
-        (r"shared_experts\.w2$", 0.0, 0.12, True),
-        (r"engram\.wkv$", 0.0, 0.3, True),
+        (r"attn\.wo_b$", 0.0, 0.4, True),
+        (r"experts\.\d+\.w2$", 0.0, 0.1, True),
+        (r"shared_experts\.w2$", 0.0, 0.1, True),
+        (r"engram\.wkv$", 0.0, 0.25, True),
         (r"", 0.0, 1.0, True),
     )
 ]
 # Blocks of a tensor differ in size by this many powers of two (standard deviation).
-_SPREAD = 1.0
+_SPREAD = 0.7
 _SPREAD_RMS = float(np.exp((_SPREAD * np.log(2)) ** 2))
 # Every second 32-block of an expert's inner width is driven hard enough to meet the clamp.
 _HOT, _COOLED = 4.0, 1 / 8

@@ -1,18 +1,44 @@
-"""Checkpoint tensors into the model, one at a time."""
+"""A checkpoint into the model: tensors one at a time, Engram tables mapped where they lie."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
+from .. import checkpoint
+from .engram import NgramHash
+from .engram_hash import compressed_vocab
+from .engram_table import EngramTable
 from .model import Model
 
 _EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(w[123])\.(weight|scale)$")
 _MIXER = re.compile(r"(.*\.hc_(?:attn|ffn))_(fn|base|scale)$")
 _NOT_TEXT = ("vision.", "aligner.", "image_")
+
+
+def load_checkpoint(model: Model, directory: Path) -> None:
+    """Check every header, then stream the shards into the model and map the Engram tables.
+
+    Raises `checkpoint.CheckpointError` before any tensor is read.  The peak is the model plus what
+    is mapped of one shard.
+    """
+    index = checkpoint.read_index(directory)
+    checkpoint.validate(model.cfg, directory, index)
+    load(model, checkpoint.stream(index, is_parameter))
+    cfg = model.cfg
+    if not cfg.engram_layer_ids:
+        return
+    model.ngram_hash = NgramHash(cfg, compressed_vocab(directory / "tokenizer.json", cfg.vocab_size))
+    for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
+        weight, scale = (index[f"layers.{layer}.engram.embed.{kind}"] for kind in ("weight", "scale"))
+        model.layers[layer].engram.table = EngramTable.open(
+            (weight.path, weight.begin), (scale.path, scale.begin), rows, cfg.engram_head_dim,
+        )
 
 
 def is_parameter(name: str) -> bool:
@@ -68,7 +94,13 @@ def _copy(target: torch.Tensor, shard_dim: int | None, shards, tensor: torch.Ten
 
 
 def fill_dummy(model: Model, seed: int = 0) -> None:
-    """Finite seeded weights for `--load-format dummy`: formats as released, values near 0.02."""
+    """Finite seeded weights for `--load-format dummy`: formats as released, values near 0.02, and
+    Engram tables of one zero row."""
+    cfg = model.cfg
+    if cfg.engram_layer_ids:
+        model.ngram_hash = NgramHash(cfg, np.arange(cfg.vocab_size) % cfg.engram_compressed_vocab_size)
+    for layer in cfg.engram_layer_ids:
+        model.layers[layer].engram.table = EngramTable.zeros(cfg.engram_head_dim)
     for name, parameter in model.named_parameters():
         generator = torch.Generator(parameter.device).manual_seed(seed)
         if name.endswith("scale") and parameter.dtype == torch.uint8:

@@ -1,8 +1,6 @@
-"""One server for all tests of this folder, the reference of its weights, random prompts."""
+"""One server for all tests of this folder, its words, random prompts."""
 
 import importlib.util
-import random
-import secrets
 
 import pytest
 
@@ -15,15 +13,6 @@ FLAGS = (
     "--block-size", "16", "--reasoning-parser", "deepseek_v41", "--enable-prompt-tokens-details",
     "--tool-call-parser", "deepseek_v41", "--enable-auto-tool-choice",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory):
-    from deepseek_v41_plugin.cli.tiny import write_tiny
-
-    seed = secrets.randbelow(1 << 31)
-    print(f"dsv41 tiny --seed {seed}")
-    return write_tiny(tmp_path_factory.mktemp("served") / "tiny", preset="tiny", seed=seed)
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +33,6 @@ def client(server):
 
 
 @pytest.fixture(scope="session")
-def reference(checkpoint):
-    from tests.reference import ReferenceModel
-
-    return ReferenceModel(checkpoint)
-
-
-@pytest.fixture(scope="session")
 def words(checkpoint):
     from tests.e2e.server.harness import Words
 
@@ -58,9 +40,6 @@ def words(checkpoint):
 
 
 @pytest.fixture
-def prompt(words):
+def prompt(words, run_rng):
     """A function: length -> that many random ids of plain text, other ones on every call."""
-    seed = secrets.randbelow(1 << 31)
-    print(f"prompts of random.Random({seed})")
-    rng = random.Random(seed)
-    return lambda length: [rng.choice(words.plain) for _ in range(length)]
+    return lambda length: [run_rng.choice(words.plain) for _ in range(length)]

@@ -1,8 +1,6 @@
 """/v1/chat/completions: the prompt that the server builds, thinking, reasoning apart from content."""
 
 import asyncio
-import random
-import secrets
 
 import pytest
 
@@ -93,8 +91,8 @@ def test_final_message_is_continued(rendered, client, server):
     assert server.post("/detokenize", tokens=reply.prompt_token_ids)["prompt"] == text
 
 
-def test_greedy_and_logprobs(client, server, reference, words):
-    question = {"role": "user", "content": f"Why {secrets.token_hex(4)}?"}
+def test_greedy_and_logprobs(client, server, reference, words, run_rng):
+    question = {"role": "user", "content": f"Why {run_rng.getrandbits(32):x}?"}
     body = dict(return_token_ids=True, ignore_eos=True, return_tokens_as_token_ids=True)
     reply = client.chat.completions.create(
         model=server.model, messages=[question], max_tokens=5, temperature=0, logprobs=True,
@@ -123,9 +121,9 @@ def test_thinking_may_be_switched_off(client, server):
         assert getattr(message, "reasoning", None) is None
 
 
-def steered(reference, words, encode):
+def steered(reference, words, rng, encode):
     """(question, bias, ids): with `bias` on </think> the greedy answer is ids, then </think>."""
-    end, rng = words.id("</think>"), random.Random(secrets.randbelow(1 << 31))
+    end = words.id("</think>")
     while True:
         question = [{"role": "user", "content": f"{rng.getrandbits(32):x}"}]
         ids, gaps = encode(question), []
@@ -138,13 +136,13 @@ def steered(reference, words, encode):
             ids = [*ids, int(row.argmax())]
 
 
-def test_reasoning_ends_at_its_tag(client, server, reference, words):
+def test_reasoning_ends_at_its_tag(client, server, reference, words, run_rng):
     """The model's own reasoning, then </think>; only what comes after it obeys the grammar."""
 
     def encode(question):
         return server.post("/tokenize", messages=question)["tokens"]
 
-    question, bias, ids = steered(reference, words, encode)
+    question, bias, ids = steered(reference, words, run_rng, encode)
     given = dict(
         model=server.model, messages=question, max_tokens=30, temperature=0,
         logit_bias=bias_of(words) | {str(words.id("</think>")): bias},
