@@ -107,3 +107,14 @@ def test_text_prompt_is_the_same_as_its_ids(ask, words):
     by_text, by_ids = ask(text), ask(words.encode(text))
     assert by_text.choices[0].prompt_token_ids == words.encode(text)
     assert by_text.choices[0].token_ids == by_ids.choices[0].token_ids
+
+
+def test_stop_token(ask, prompt):
+    given = prompt(15)
+    free = ask(given).choices[0]
+    end = free.token_ids[2]
+    length = free.token_ids.index(end)
+    cut = ask(given, extra_body={"stop_token_ids": [end]}).choices[0]
+    assert cut.token_ids == free.token_ids[: length + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", end)
+    assert free.text.startswith(cut.text)

