@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..config import ModelConfig
+
 
 @dataclass(frozen=True)
 class Shards:
@@ -34,3 +36,14 @@ class Settings:
     def accumulator(self) -> torch.dtype:
         """float32, or float64 in exact mode."""
         return torch.promote_types(self.dtype, torch.float32)
+
+
+def shards_problem(cfg: ModelConfig, size: int) -> str | None:
+    """Why the model cannot be cut over `size` tensor parallel ranks, or None."""
+    for field in ("num_attention_heads", "o_groups", "n_routed_experts"):
+        if getattr(cfg, field) % size:
+            return f"{size} does not divide {field} = {getattr(cfg, field)}"
+    for field, width in (("moe_intermediate_size", cfg.moe_intermediate_size), ("o_lora_rank", cfg.o_groups * cfg.o_lora_rank)):
+        if width % (32 * size):
+            return f"{size} cuts {field} inside a block of 32. Use a smaller size"
+    return None

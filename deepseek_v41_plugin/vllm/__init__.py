@@ -11,10 +11,16 @@ DRAFT = "DSparkV41DraftModel"
 
 
 def register() -> None:
-    """Put the plugin's classes into the host's registries, or say why not and stand aside."""
+    """Put the plugin's classes into the host's registries, or say why not and stand aside.
+
+    With DSV41_IMPL=plugin there is nothing to stand aside for: the launch stops with the reason.
+    """
     from .hooks import install
+    from .options import implementation
 
     try:
         install()
-    except Exception as error:  # the host must start without us
+    except Exception as error:
+        if implementation() == "plugin":
+            raise
         logger.warning("deepseek-v41-plugin stands aside: %s: %s", type(error).__name__, error)

@@ -10,6 +10,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from .. import checkpoint
 from ..config import ModelConfig
+from ..model.settings import shards_problem
 from .hf_config import model_config_of
 from .options import Options
 
@@ -42,14 +43,8 @@ def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise Unsupported("pipeline_parallel_size: stages are not supported by DSV41_IMPL=plugin. Use tensor parallel ranks")
-    size = parallel.tensor_parallel_size
-    for field in ("num_attention_heads", "o_groups", "n_routed_experts"):
-        if getattr(cfg, field) % size:
-            raise Unsupported(f"tensor_parallel_size: {size} does not divide {field} = {getattr(cfg, field)}")
-    for field in ("moe_intermediate_size", "o_lora_rank"):
-        whole = getattr(cfg, field) * (cfg.o_groups if field == "o_lora_rank" else 1)
-        if whole % (32 * size):
-            raise Unsupported(f"tensor_parallel_size: {size} cuts {field} inside a block of 32. Use a smaller size")
+    if problem := shards_problem(cfg, parallel.tensor_parallel_size):
+        raise Unsupported(f"tensor_parallel_size: {problem}")
 
 
 def check_features(vllm_config: VllmConfig) -> None:

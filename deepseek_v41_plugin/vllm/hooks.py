@@ -13,6 +13,12 @@ logger = logging.getLogger("vllm.dsv41")
 
 TESTED_VERSIONS = ("0.32.0", "0.33.0")
 
+# Entries of the host's own tables that are replaced: see patches/ledger.toml.
+PATCHES = (
+    "vllm.transformers_utils.config._CONFIG_REGISTRY[deepseek_v41]",
+    "vllm.model_executor.models.config.MODELS_CONFIG_MAP[DeepseekV41ForCausalLM]",
+)
+
 
 @dataclass(frozen=True)
 class Hook:
@@ -70,6 +76,7 @@ def install() -> None:
     if not yes:
         logger.info("deepseek-v41-plugin: the host's model serves (%s)", why)
         return
+    warn_if_untested()
     missing = [problem for problem in (hook.find() for hook in HOOKS) if problem]
     if missing:
         raise RuntimeError("missing in this host: " + "; ".join(missing))
@@ -88,3 +95,13 @@ def install() -> None:
     MODELS_CONFIG_MAP[MODEL] = DeepseekV41Checks
     register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.DeepseekV41Backend")
     logger.info("deepseek-v41-plugin serves %s (%s)", MODEL, why)
+
+
+def warn_if_untested() -> None:
+    import vllm
+
+    if vllm.__version__.split("+")[0] not in TESTED_VERSIONS:
+        logger.warning(
+            "deepseek-v41-plugin is tested with vLLM %s, this is %s; `dsv41 doctor` checks the hooks",
+            ", ".join(TESTED_VERSIONS), vllm.__version__,
+        )

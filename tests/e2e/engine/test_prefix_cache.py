@@ -45,9 +45,12 @@ def test_full_hits(dense, reference, run_rng):
 
 def test_hit_on_generated_tokens(dense, reference, run_rng):
     """A second turn: the first answer is part of the prompt, its rows were written one at a time."""
-    prompt = random_prompt(run_rng, reference, 13)
-    first, = ask(dense, [prompt], max_tokens=14)
-    turn = prompt + list(first.outputs[0].token_ids) + random_prompt(run_rng, reference, 5)
+    answer = [reference.config.image_token_id]
+    while reference.config.image_token_id in answer:
+        prompt = random_prompt(run_rng, reference, 13)
+        first, = ask(dense, [prompt], max_tokens=14)
+        answer = list(first.outputs[0].token_ids)
+    turn = prompt + answer + random_prompt(run_rng, reference, 5)
     second, = ask(dense, [turn], max_tokens=4)
     assert second.num_cached_tokens > len(prompt)
     check_request(reference, second)

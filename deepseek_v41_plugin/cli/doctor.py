@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dsv41 doctor [MODEL]`: what would serve DeepSeek-V4.1 here, and why nothing else."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+import deepseek_v41_plugin
+
+from .. import checkpoint
+from ..config import ConfigError, ModelConfig
+from ..kernels import arch
+from ..kernels.registry import OPS, OpError
+from ..model.settings import shards_problem
+
+OK, NOTE, BAD = "ok", "--", "BAD"
+
+
+class Report:
+    """Lines as they come; `bad` once one of them means that the model could not be served."""
+
+    bad = False
+
+    def __call__(self, mark: str, subject: str, text: str) -> None:
+        self.bad |= mark == BAD
+        print(f"{mark:3s} {subject:22s} {text}")
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser(
+        "doctor", help="say what this host can serve, with which implementation, and why",
+        description="Exit code 1 when the model could not be served as asked (DSV41_IMPL, MODEL).",
+    )
+    parser.add_argument("model", nargs="?", type=Path, metavar="MODEL", help="a checkpoint's folder, to be checked too")
+    parser.add_argument("--tensor-parallel-size", type=int, metavar="N", help="as for vllm serve (default: all devices)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    # The host logs as it is imported; this report is what was asked for.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    report = Report()
+    hardware = arch.detect()
+    report(OK, "plugin", f"deepseek-v41-plugin {deepseek_v41_plugin.__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}")
+    report(OK, "hardware", f"{hardware.count} x {hardware.name}, {hardware.sm}, {size_text(hardware.memory)}")
+    check_host(report)
+    check_ops(report, torch.device(hardware.device))
+    if args.model is not None:
+        check_model(report, args.model, hardware, args.tensor_parallel_size or hardware.count)
+    print("could NOT be served as asked" if report.bad else "can be served as asked")
+    return int(report.bad)
+
+
+def check_host(report: Report) -> None:
+    """vLLM: version, set-up of a CPU host, which model would serve, each hook."""
+    if os.environ.get("VLLM_TARGET_DEVICE"):
+        report(NOTE, "VLLM_TARGET_DEVICE", "is set: vLLM then skips platform plugins, and with them the CPU set-up. Unset it")
+    try:
+        from vllm.platforms import current_platform
+
+        current_platform.device_type  # resolves the platform, and runs the CPU set-up
+        import vllm
+    except ImportError as error:
+        report(BAD, "host", f"no vLLM here ({error}). Install one: .ci/setup, or pip install 'deepseek-v41-plugin[vllm]'")
+        return
+    from ..vllm import hooks
+    from ..vllm.options import OptionError
+
+    tested = ", ".join(hooks.TESTED_VERSIONS)
+    known = vllm.__version__.split("+")[0] in hooks.TESTED_VERSIONS
+    report(OK if known else NOTE, "host", f"vLLM {vllm.__version__}" + ("" if known else f": not tested, only {tested} are"))
+    try:
+        plugin, why = hooks.wanted()
+    except OptionError as error:
+        report(BAD, "DSV41_IMPL", str(error))
+        return
+    report(OK, "model", f"{'the plugin' if plugin else 'the host'} serves: {why}")
+    for hook in hooks.HOOKS:
+        problem = hook.find()
+        mark = OK if problem is None else BAD if plugin else NOTE
+        report(mark, "hook", problem or f"{hook.module}.{hook.attribute} ({hook.purpose})")
+    if current_platform.is_cpu():
+        triton = importlib.import_module("vllm.triton_utils").HAS_TRITON
+        report(OK if triton else BAD, "model runner", "V2, on Triton's interpreter" if triton else
+               "V1: Triton is not ready. Unset DSV41_CPU_SETUP and TRITON_INTERPRET, or see the log of `vllm serve`")
+
+
+def check_ops(report: Report, device: torch.device) -> None:
+    """Each op with the implementation that runs on `device`, and why not the others."""
+    importlib.import_module("deepseek_v41_plugin.model.model")  # registers them
+    for name, op in sorted(OPS.items()):
+        try:
+            for impl, chosen, reason in op.explain(device):
+                report(OK if chosen else NOTE, "op " + name, f"{impl} ({reason})")
+        except OpError as error:
+            report(BAD, "op " + name, str(error))
+
+
+def check_model(report: Report, folder: Path, hardware: arch.Hardware, ranks: int) -> None:
+    """config.json, shard headers, and how the bytes fit."""
+    try:
+        cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        entries = checkpoint.read_index(folder)
+        unknown = checkpoint.validate(cfg, folder, entries)
+    except (OSError, json.JSONDecodeError) as error:
+        report(BAD, "config.json", str(error))
+        return
+    except ConfigError as error:
+        report(BAD, "config.json", str(error))
+        return
+    except checkpoint.CheckpointError as error:
+        report(BAD, "checkpoint", str(error))
+        return
+    report(OK, "config.json", f"{cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts, {cfg.num_nextn_predict_layers} draft stages")
+    report(OK, "checkpoint", f"{len(entries)} tensors in {len({e.path for e in entries.values()})} shards")
+    for name in unknown:
+        report(NOTE, "tensor", f"{name} is not part of V4.1 and would be ignored")
+    table = sum(e.end - e.begin for name, e in entries.items() if ".engram.embed." in name)
+    report(OK, "Engram tables", f"{size_text(table)}, mapped: page cache of the host, one copy a node")
+    if problem := shards_problem(cfg, ranks):
+        report(BAD, "tensor_parallel_size", problem)
+        return
+    weights = rank_bytes(cfg, ranks)
+    fits = ranks <= hardware.count and weights < 0.9 * hardware.memory
+    report(OK if fits else BAD, "weights", f"{size_text(weights)} a rank of {ranks}; {hardware.count} x {size_text(hardware.memory)} here")
+
+
+def rank_bytes(cfg: ModelConfig, ranks: int) -> int:
+    """Bytes of the parameters one tensor parallel rank holds."""
+    from ..model.model import Model
+    from ..model.settings import Settings, Shards
+
+    with torch.device("meta"):
+        model = Model(cfg, Settings(shards=Shards(0, ranks)))
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def size_text(size: float) -> str:
+    """Bytes for people: 1.5 GiB, 310.2 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            break
+        size /= 1024
+    else:
+        unit = "GiB"
+    return f"{size:.1f} {unit}"
