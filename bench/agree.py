@@ -18,6 +18,7 @@ rows, 16384 candidate rows).  Each is read whole (prefill) and continued greedil
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
 import os
 import random
@@ -103,9 +104,9 @@ def reference(args: argparse.Namespace) -> None:
     print(f"{args.name}: {time.time() - begin:.1f} s")
 
 
-def compare(a: dict, b: dict) -> str:
-    """One line: prefill over all rows, decode as far as the generated tokens coincide."""
-    parts = []
+def compare(a: dict, b: dict) -> list[dict]:
+    """Per kind: prefill over all rows; decode as far as the generated tokens coincide."""
+    found = []
     for kind in ("prefill", "decode"):
         difference, same, gaps = [], [], []
         for x, y in zip(a["rows"], b["rows"]):
@@ -115,7 +116,7 @@ def compare(a: dict, b: dict) -> str:
             if kind == "decode":
                 agree = [i == j for i, j in zip(x["generated"], y["generated"])]
                 n = agree.index(False) if False in agree else n
-                same += agree
+                same += agree[: n + 1]
             else:
                 top = x[kind]["ids"][:, 0] == y[kind]["ids"][:, 0]
                 same += top.tolist()
@@ -125,11 +126,12 @@ def compare(a: dict, b: dict) -> str:
             continue
         d = torch.cat(difference)
         q = torch.quantile(d, torch.tensor([0.5, 0.9, 0.99], dtype=torch.float64)).tolist()
-        text = f"{kind}: n={len(d)} top-1 {100 * sum(same) / len(same):.2f} % |d| p50 {q[0]:.2e} p90 {q[1]:.2e} p99 {q[2]:.2e} max {d.max():.2e}"
-        if gaps and len(torch.cat(gaps)):
-            text += f" (widest top-2 gap where they differ {torch.cat(gaps).max():.2e})"
-        parts.append(text)
-    return f"{a['name']} ~ {b['name']}: " + "; ".join(parts)
+        widest = float(torch.cat(gaps).max()) if gaps and len(torch.cat(gaps)) else 0.0
+        found.append({
+            "a": a["name"], "b": b["name"], "kind": kind, "rows": len(d), "top1_percent": 100 * sum(same) / len(same),
+            "p50": q[0], "p90": q[1], "p99": q[2], "max": float(d.max()), "widest_gap_where_top1_differs": widest,
+        })
+    return found
 
 
 def calm(args: argparse.Namespace) -> None:
@@ -146,12 +148,23 @@ def calm(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace) -> None:
     results = [torch.load(path) for path in args.files]
+    table = []
     for a, b in itertools.combinations(results, 2):
-        print(compare(a, b))
+        for line in compare(a, b):
+            table.append({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in line.items()})
+            print("  ".join(f"{k} {v}" for k, v in table[-1].items()))
         for x, y in zip(a["rows"], b["rows"]):
             d = (x["prefill"]["own"] - y["prefill"]["own"]).abs()
             top = (x["prefill"]["ids"][:, 0] == y["prefill"]["ids"][:, 0]).double().mean()
             print(f"    {len(x['prompt']):6d} tokens: top-1 {100 * top:.2f} %, |d| median {d.median():.2e}, max {d.max():.2e}")
+    if args.csv:
+        stamp = dict(item.split("=", 1) for item in args.stamp)
+        new = not args.csv.exists()
+        with args.csv.open("a", newline="") as file:
+            writer = csv.DictWriter(file, [*stamp, *table[0]])
+            if new:
+                writer.writeheader()
+            writer.writerows(stamp | line for line in table)
 
 
 def main() -> None:
@@ -180,6 +193,8 @@ def main() -> None:
     command = commands.add_parser("report")
     command.set_defaults(action=report)
     command.add_argument("files", nargs="+")
+    command.add_argument("--csv", type=Path)
+    command.add_argument("--stamp", nargs="*", default=[], metavar="NAME=VALUE", help="leading columns of the csv")
     args = parser.parse_args()
     if hasattr(args, "out"):
         args.name = args.name or Path(args.out).stem

@@ -23,6 +23,7 @@ EXACT = {
     "max_num_seqs": 32,
     "max_num_batched_tokens": 512,
     "kv_cache_memory_bytes": 16 << 20,
+    "gpu_memory_utilization": 0.05,  # several engines share one GPU; on a CPU the line above decides
     "enforce_eager": True,
     "disable_log_stats": False,
 }
