@@ -51,15 +51,20 @@ def main() -> None:
         llm.generate(prompts, vllm.SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True), use_tqdm=False)
         return time.perf_counter() - begin
 
-    rows = []
-
     def record(name: str, unit: str, values: list[float]) -> None:
-        rows.append({
+        row = {
             "date": date.today(), "impl": args.impl, "vllm": vllm.__version__, "torch": torch.__version__,
             "device": torch.cuda.get_device_name(), "commit": commit(), "what": name, "unit": unit,
             "median": f"{statistics.median(values):.3f}", "low": f"{min(values):.3f}", "high": f"{max(values):.3f}",
-        })
-        print(f"{args.impl}: {name}: {statistics.median(values):.3f} {unit} ({min(values):.3f} .. {max(values):.3f})", flush=True)
+        }
+        print("  ".join(map(str, row.values())), flush=True)
+        if args.csv:
+            new = not args.csv.exists()
+            with args.csv.open("a", newline="") as file:
+                writer = csv.DictWriter(file, row)
+                if new:
+                    writer.writeheader()
+                writer.writerow(row)
 
     record("start", "s", [start])
     seconds(8, 1)
@@ -69,13 +74,6 @@ def main() -> None:
         # The difference of a long and a short run leaves the decode steps alone.
         steps = [(seconds(requests, STEPS) - seconds(requests, 1)) / (STEPS - 1) * 1e3 for _ in range(RUNS)]
         record(f"decode {requests} requests at {LENGTH}", "ms/step", steps)
-    if args.csv:
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
 
 
 def commit() -> str:

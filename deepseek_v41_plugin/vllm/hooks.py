@@ -54,7 +54,11 @@ HOOKS = (
 
 
 def wanted() -> tuple[bool, str]:
-    """Whether the plugin's model serves here: (yes, why)."""
+    """Whether the plugin's model serves here: (yes, why).
+
+    `auto` takes the plugin's where the host has no kernels of its own, and the host's where those are
+    faster, as they are on SM90 as long as ours are plain torch (bench/data/speed-h200.csv).
+    """
     choice = implementation()
     if choice != "auto":
         return choice == "plugin", f"DSV41_IMPL={choice}"
@@ -65,9 +69,12 @@ def wanted() -> tuple[bool, str]:
     if current_platform.is_rocm():
         return False, "the host's own ROCm model serves"
     capability = current_platform.get_device_capability()
-    if capability is not None and capability.major == 10:
-        return False, "the host's own SM100 model serves"
-    return True, f"compute capability {capability.as_version_str() if capability else 'unknown'}"
+    if capability is None:
+        return False, "the device's compute capability is unknown"
+    sm = f"SM{capability.major}{capability.minor}"
+    if capability.major in (9, 10, 12):
+        return False, f"the host's own {sm} kernels are faster than the plugin's plain ones. DSV41_IMPL=plugin overrides"
+    return True, f"the host has no {sm} kernels for V4.1"
 
 
 def install() -> None:
