@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core on paged caches without a host: whatever way a sequence is cut, the reference's logits."""
 
-import json
 import random
 
 import pytest
 import torch
 
-from deepseek_v41_plugin import checkpoint
 from deepseek_v41_plugin.cli.tiny import write_tiny
-from deepseek_v41_plugin.config import ModelConfig
-from deepseek_v41_plugin.model.engram import NgramHash
-from deepseek_v41_plugin.model.engram_hash import compressed_vocab
-from deepseek_v41_plugin.model.engram_table import EngramTable
-from deepseek_v41_plugin.model.loading import is_parameter, load
 from deepseek_v41_plugin.model.model import Model
-from deepseek_v41_plugin.model.settings import Settings
 from tests import pager
+from tests.core import load_core
 from tests.reference import ReferenceModel
 
 # Both sides are float64 and differ in summation order; measured 1e-13 on logits of size 20.
@@ -38,17 +31,7 @@ def reference(folder):
 
 @pytest.fixture(scope="module")
 def model(folder) -> Model:
-    """The core in its exact mode, loaded as a host would load it."""
-    cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    built, index = Model(cfg, Settings(torch.float64)), checkpoint.read_index(folder)
-    load(built, checkpoint.stream(index, is_parameter))
-    built.ngram_hash = NgramHash(cfg, compressed_vocab(folder / "tokenizer.json", cfg.vocab_size))
-    for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        weight, scale = (index[f"layers.{layer}.engram.embed.{kind}"] for kind in ("weight", "scale"))
-        built.layers[layer].engram.table = EngramTable.open(
-            (weight.path, weight.begin), (scale.path, scale.begin), rows, cfg.engram_head_dim,
-        )
-    return built
+    return load_core(folder)
 
 
 def random_ids(rng: random.Random, model: Model, length: int) -> list[int]:

@@ -3,25 +3,39 @@
 
 For engines that spawn workers, whose main module must be importable and guarded.
 Job: {"engine": options of LLM, "prompts": [[id]], "sampling": options of SamplingParams}.
-Answer: [{"tokens": [id], "logprobs": [float]}], one per prompt.
+Answer: {"outputs": [{"tokens": [id], "logprobs": [float]}], one per prompt,
+"maps": [{"pid", "path", "perms", "size", "rss", "private_dirty"}], the shards mapped by the engine's
+processes after the last token, sizes in bytes}.
 """
 
 import json
 import sys
 
 
-def main(job: dict) -> list[dict]:
+def main(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
     llm = LLM(**job["engine"])
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
-    done = llm.generate(prompts, SamplingParams(**job["sampling"]), use_tqdm=False)
-    answers = []
-    for request in done:
+    outputs = []
+    for request in llm.generate(prompts, SamplingParams(**job["sampling"]), use_tqdm=False):
         output = request.outputs[0]
         pairs = zip(output.token_ids, output.logprobs, strict=True)
-        answers.append({"tokens": list(output.token_ids), "logprobs": [step[t].logprob for t, step in pairs]})
-    return answers
+        outputs.append({"tokens": list(output.token_ids), "logprobs": [step[t].logprob for t, step in pairs]})
+    return {"outputs": outputs, "maps": shard_maps()}
+
+
+def shard_maps() -> list[dict]:
+    import psutil
+
+    me = psutil.Process()
+    found = []
+    for process in (me, *me.children(recursive=True)):
+        for area in process.memory_maps(grouped=False):
+            if area.path.endswith(".safetensors"):
+                entry = {name: getattr(area, name) for name in ("path", "perms", "size", "rss", "private_dirty")}
+                found.append({"pid": process.pid, **entry})
+    return found
 
 
 if __name__ == "__main__":

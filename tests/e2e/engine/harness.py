@@ -51,9 +51,10 @@ class Engines:
         return self._running[key]
 
     def close(self) -> None:
-        for llm in self._running.values():
+        """One shutdown ends the process groups, which all engines share; the rest is memory."""
+        if self._running:
+            _, llm = self._running.popitem()
             llm.llm_engine.engine_core.shutdown()
-        self._running.clear()
 
 
 def random_prompt(rng: random.Random, reference, length: int) -> list[int]:

@@ -3,11 +3,11 @@
 
 Random weights exaggerate rounding: it flips roundings to FP8 and FP4, experts, and, beyond 4 tokens,
 which 4 compressed rows are read; a flip changes all that follows.  |logprob difference| of the prompt's
-own tokens and agreement of the best token, measured with 34 checkpoints (lowest .. highest):
+own tokens and agreement of the best token, measured with 30 checkpoints (lowest .. highest):
 
                    4 tokens (nothing to choose among)         40 and 80 tokens
   float32          within 1e-4: > 90 % of positions           mean 0 .. 0.20, best token 0.88 .. 1
-  bfloat16         median 0.13 .. 0.31, best 0.82 .. 0.94     median 0.29 .. 0.61, best 0.61 .. 0.82
+  bfloat16         median 0.13 .. 0.31, best 0.76 .. 0.94     median 0.29 .. 0.61, best 0.61 .. 0.82
 
 The bounds below lie further from these ends than the ends from each other.
 """
@@ -44,7 +44,7 @@ def test_bfloat16(engines, reference, prompts):
     differences, agreement = compare(engines(dtype="bfloat16", additional_config={}), reference, prompts)
     print(f"median {statistics.median(differences):.3f}, best token {agreement:.2f}")
     assert statistics.median(differences) < {"short": 0.6, "long": 1.2}[kind]
-    assert agreement > {"short": 0.65, "long": 0.4}[kind]
+    assert agreement > {"short": 0.55, "long": 0.4}[kind]
 
 
 def test_float32(engines, reference, prompts):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One server for all tests of this folder, its words, random prompts."""
 
 import importlib.util

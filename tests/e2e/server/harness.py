@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A `vllm serve` process on a tiny checkpoint, and the vocabulary its tests speak in."""
 
 import json
@@ -132,7 +133,7 @@ def literally(text: str) -> str:
     return re.sub(r"([\\.^$|?*+()\[\]{}])", r"\\\1", text)
 
 
-def bias_of(words: Words, **more: float) -> dict[str, float]:
+def bias_of(words: Words) -> dict[str, float]:
     """A logit_bias that keeps the image token, which text may not hold, out of the output."""
     return {str(words.image): -100.0}
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Launches that must not succeed: one clear error before weights are loaded.
 
 `EngineArgs.create_engine_config` is what `vllm serve` calls first; one case goes through the real
@@ -57,7 +58,9 @@ CONFIGS = {
     "wrong type": (
         lambda c: c["text_config"].update(hidden_size="big"), "text_config.hidden_size",
     ),
-    "V4's model type": (lambda c: c.update(architectures=["DeepseekV4ForCausalLM"]), "architectures"),
+    "V4's architecture": (
+        lambda c: c.update(architectures=["DeepseekV4ForCausalLM"]), "architectures",
+    ),
     "V4's ratios": (
         lambda c: c["text_config"].update(
             compress_ratios=[{1: 4, 2: 128}.get(r, r) for r in c["text_config"]["compress_ratios"]]
@@ -65,7 +68,9 @@ CONFIGS = {
         "text_config.compress_ratios",
     ),
     "ratios against sources": (
-        lambda c: c["text_config"].update(kv_source_layer_ids=[2, 4], index_source_layer_ids=[2, 4]),
+        lambda c: c["text_config"].update(
+            kv_source_layer_ids=[2, 4], index_source_layer_ids=[2, 4]
+        ),
         "text_config.kv_source_layer_ids",
     ),
 }  # fmt: skip

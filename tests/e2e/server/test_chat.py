@@ -1,4 +1,5 @@
-"""/v1/chat/completions: the prompt that the server builds, thinking, reasoning apart from content."""
+# SPDX-License-Identifier: Apache-2.0
+"""/v1/chat/completions: the prompt that the server builds, thinking, reasoning and content."""
 
 import asyncio
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many clients at once, clients that leave, and what /metrics says of them."""
 
 import asyncio
@@ -52,7 +53,8 @@ def test_prefix_hits_are_counted_and_harmless(client, server, prompt, reference,
     first = prompt(52)
     second = [*first[:49], *prompt(5)]
     before = server.metrics()
-    replies = [client.completions.create(**request(server, words, p)) for p in (first, first, second)]
+    given = [request(server, words, ids) for ids in (first, first, second)]
+    replies = [client.completions.create(**body) for body in given]
     after = server.metrics()
     cached = [reply.usage.prompt_tokens_details.cached_tokens for reply in replies]
     assert cached == [0, 48, 48]

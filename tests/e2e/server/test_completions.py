@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """/v1/completions against the float64 reference."""
 
 import pytest
@@ -72,7 +73,7 @@ def test_prompt_logprobs_and_echo(ask, prompt, reference, words):
 
 
 def test_echo(ask, reference, words):
-    """The prompt's text and logprobs come before the answer's (not so if token ids are asked for)."""
+    """The prompt's text and logprobs come before the answer's (not if token ids are asked for)."""
     text = "Echo: naïve 42"
     given = words.encode(text)
     known = reference.logprobs(given)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests that cannot be served get one clear answer, and the server goes on."""
 
 import base64

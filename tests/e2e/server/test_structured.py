@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Structured output: every kind of grammar, greedy and sampled, streamed and not."""
 
 import asyncio
@@ -38,7 +39,9 @@ def fits_schema(text: str) -> bool:
 # Kind -> (options of the request, what the answer must satisfy).
 KINDS = {
     "schema": (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+        {"response_format": {
+            "type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA},
+        }},
         fits_schema,
     ),
     "regex": (

@@ -1,4 +1,5 @@
-"""The host's V4.1 parser fed in pieces of any size: what it makes of a text does not depend on them."""
+# SPDX-License-Identifier: Apache-2.0
+"""The host's V4.1 parser fed in pieces: what it makes of a text does not depend on their sizes."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Tool calls in DSML, forced letter by letter: parsed exactly, nothing of them left in the content."""
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls in DSML, forced letter by letter: parsed exactly, none of it in the content."""
 
 import asyncio
 import json
@@ -12,11 +13,13 @@ D = "｜DSML｜"
 TOOLS = [
     {"type": "function", "function": {
         "name": name, "description": "d", "parameters": {
-            "type": "object", "properties": {key: {"type": kind} for key, kind in keys.items()},
-            "required": list(keys), "additionalProperties": False,
+            "type": "object", "properties": {key: kind}, "required": [key],
+            "additionalProperties": False,
         },
     }}
-    for name, keys in (("f", {"a": "string"}), ("g", {"o": "object"}))
+    for name, key, kind in (
+        ("f", "a", {"type": "string", "enum": ["Rome", "Oslo"]}), ("g", "o", {"type": "object"}),
+    )
 ]  # fmt: skip
 
 
@@ -32,7 +35,7 @@ def block(*calls: str) -> str:
     return f"<{D} calls>\n{''.join(calls)}</{D} calls>"
 
 
-ODD = 'a <b> "c" {d: 1}\n é < /'
+ODD = '<b> "é" {\n </'
 ONE = block(invoke("f", ("a", "true", ODD)))
 TWO = block(
     invoke("f", ("a", "true", "x")), invoke("g", ("o", "false", '{"k": [-1]}'))
@@ -46,6 +49,7 @@ CASES = {
 }
 HOW = [(name, streamed) for name in CASES for streamed in (False, True)]
 HOW.remove(("in bytes", False))
+HOW.remove(("after a near miss", True))
 CUTS = (14, 40)  # tokens: behind the opening tag, whose own beginning might be text; in a parameter
 
 
@@ -123,20 +127,17 @@ def test_cut_off_call_leaks_nothing(heard, cut):
     assert heard[cut].content == "ok" and heard[cut].finish in ("length", "tool_calls")
 
 
-def test_named_tool_is_forced(client, server, words):
+def test_named_tool_is_forced(heard, client, server, words):
     """tool_choice names a function: the host's own grammar makes the random model call it."""
-    kinds = {"c": {"type": "string", "enum": ["Rome", "Oslo"]}}
-    schema = {"type": "object", "properties": kinds, "required": ["c"]}
-    schema["additionalProperties"] = False
-    function = {"name": "trip", "description": "d", "strict": True, "parameters": schema}
+    function = TOOLS[0]["function"] | {"strict": True}
     choice = client.chat.completions.create(
         model=server.model, messages=[{"role": "user", "content": "Hi"}], temperature=0,
         tools=[{"type": "function", "function": function}], max_tokens=150,
-        tool_choice={"type": "function", "function": {"name": "trip"}},
+        tool_choice={"type": "function", "function": {"name": "f"}},
         logit_bias={str(i): -100 for i in words.blanks()} | {str(words.id(D)): 100},
         extra_body={"chat_template_kwargs": {"thinking": False}},
     ).choices[0]  # fmt: skip
     assert not choice.message.content, choice.message.content
     (call,) = choice.message.tool_calls
-    assert call.function.name == "trip"
-    assert json.loads(call.function.arguments) in ({"c": "Rome"}, {"c": "Oslo"})
+    assert call.function.name == "f"
+    assert json.loads(call.function.arguments) in ({"a": "Rome"}, {"a": "Oslo"})
