@@ -56,7 +56,8 @@ def test_tools_and_results_are_encoded_as_the_host_does(rendered):
     from vllm.tokenizers.deepseek_v41_encoding import encode_messages
 
     function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
+    called = {"name": "f", "arguments": '{"a": [1, "x"]}'}
+    call = {"id": "c", "type": "function", "function": called}
     talk = [
         HI,
         {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]},

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What cannot be served: one line that names the field and the remedy, before anything is built."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.engine.harness import EXACT
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def start(monkeypatch, checkpoint):
+    """start(**options) builds an engine; getting as far as its core fails the test."""
+    from vllm import LLM
+    from vllm.v1.engine.core import EngineCore
+
+    def too_late(*_, **__):
+        pytest.fail("the engine core was started")
+
+    monkeypatch.setattr(EngineCore, "__init__", too_late)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return lambda **options: LLM(**EXACT | {"model": str(checkpoint)} | options)
+
+
+def refused(start, **options) -> str:
+    with pytest.raises(Exception) as caught:
+        start(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: stages are not supported"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 does not divide num_attention_heads = 4"),
+        ({"tensor_parallel_size": 4}, "tensor_parallel_size: 4 does not divide o_groups = 2"),
+        ({"block_size": 15}, "block_size: 15 is odd. Use an even number"),
+        ({"quantization": "fp8"}, "quantization: fp8 cannot be applied"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: fp8 is not supported. "),
+        ({"enable_lora": True}, "enable_lora: LoRA is not supported"),
+        ({"load_format": "pt"}, "load_format: pt is not supported. Use auto"),
+        ({"additional_config": {"dsv41": {"exakt": True}}}, "additional_config.dsv41.exakt: unknown option. Known: "),
+        ({"additional_config": {"dsv41": {"exact": 1}}}, "additional_config.dsv41.exact: 1 is not a boolean"),
+        ({"additional_config": {"dsv41": "exact"}}, "additional_config.dsv41: 'exact' is not a mapping"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_options(start, options, message):
+    assert message in refused(start, **options)
+
+
+@pytest.fixture
+def copy(checkpoint, tmp_path) -> Path:
+    return Path(shutil.copytree(checkpoint, tmp_path / "broken"))
+
+
+def edit(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda text: text.pop("q_lora_rank"), "text_config.q_lora_rank: "),
+        (lambda text: text.update(hidden_size="128"), "text_config.hidden_size: "),
+        (lambda text: text.update(num_hash_layers=3), "text_config.num_hash_layers: hash-routed layers exist in V4 only"),
+        (lambda text: text.update(compress_ratios=[0, 0, 4, 4, 4, 128, 1, 1, 0, 0]), "text_config.compress_ratios"),
+        (lambda text: text.update(kv_source_layer_ids=[4, 5]), "text_config."),
+    ],
+    ids=["missing", "type", "V4", "ratio", "sources"],
+)
+def test_config(start, copy, change, message):
+    edit(copy / "config.json", lambda config: change(config["text_config"]))
+    assert message in refused(start, model=str(copy))
+
+
+def test_missing_tensor(start, copy):
+    edit(copy / INDEX, lambda index: index["weight_map"].pop("layers.3.attn.wkv.weight"))
+    assert "layers.3.attn.wkv.weight" in refused(start, model=str(copy))
+
+
+def test_truncated_shard(start, copy):
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert shard.name in refused(start, model=str(copy))

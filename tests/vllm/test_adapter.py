@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options, choice of implementation, hooks and the n-gram gather, without an engine."""
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="these tests read the host")
+
+import deepseek_v41_plugin.vllm as adapter
+from deepseek_v41_plugin.vllm import hooks
+from deepseek_v41_plugin.vllm.options import OptionError, Options
+from deepseek_v41_plugin.vllm.state import gather_ngrams
+
+
+def test_options():
+    assert Options.parse(None) == Options.parse({}) == Options(exact=False, activation_quant=True)
+    assert Options.parse({"dsv41": {"exact": True}}).exact
+    with pytest.raises(OptionError, match="dsv41.exakt: unknown option. Known: activation_quant, exact"):
+        Options.parse({"dsv41": {"exakt": True}})
+    with pytest.raises(OptionError, match="dsv41.exact: 1 is not a boolean"):
+        Options.parse({"dsv41": {"exact": 1}})
+    with pytest.raises(OptionError, match="additional_config.dsv41: 'on' is not a mapping"):
+        Options.parse({"dsv41": "on"})
+
+
+def test_every_hook_is_in_this_host():
+    assert [hook.find() for hook in hooks.HOOKS] == [None] * len(hooks.HOOKS)
+
+
+def test_a_missing_hook_stands_aside_or_stops(monkeypatch, caplog):
+    gone = hooks.Hook("vllm.model_executor.models.registry", "NoSuchThing", "nothing")
+    monkeypatch.setattr(hooks, "HOOKS", (gone,))
+    with caplog.at_level("WARNING"):
+        adapter.register()
+    assert "stands aside" in caplog.text and "NoSuchThing (nothing)" in caplog.text
+    monkeypatch.setenv("DSV41_IMPL", "plugin")
+    with pytest.raises(RuntimeError, match="NoSuchThing"):
+        adapter.register()
+
+
+class Capability:
+    def __init__(self, major, minor):
+        self.major, self.minor = major, minor
+
+
+@pytest.mark.parametrize(("capability", "plugin"), [((8, 0), True), ((9, 0), False), ((10, 0), False), ((12, 0), False)])
+def test_auto_by_hardware(monkeypatch, capability, plugin):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "get_device_capability", classmethod(lambda cls: Capability(*capability)))
+    assert hooks.wanted()[0] is plugin
+    for choice in ("plugin", "host"):
+        monkeypatch.setenv("DSV41_IMPL", choice)
+        assert hooks.wanted() == (choice == "plugin", f"DSV41_IMPL={choice}")
+
+
+def test_host_choice_registers_nothing(monkeypatch):
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    monkeypatch.setenv("DSV41_IMPL", "host")
+    monkeypatch.setattr(ModelRegistry, "register_model", lambda *args: pytest.fail("registered"))
+    adapter.register()
+
+
+def test_an_unknown_choice_is_named(monkeypatch):
+    monkeypatch.setenv("DSV41_IMPL", "both")
+    with pytest.raises(OptionError, match="DSV41_IMPL: 'both' is not a choice"):
+        adapter.register()
+
+
+def test_ngrams(run_rng):
+    """Against a walk over each request's whole sequence; the history ends before this step's rows."""
+    n, sequences, start, ids, positions = 4, [], [0], [], []
+    history = torch.full((6, 40), 999)
+    states = run_rng.sample(range(6), 3)
+    for state in states:
+        sequence = [run_rng.randrange(100) for _ in range(30)]
+        done, count = run_rng.choice([0, 1, 2, 7]), run_rng.choice([1, 2, 5])
+        history[state, :done] = torch.tensor(sequence[:done])
+        ids += sequence[done : done + count]
+        positions += range(done, done + count)
+        start.append(len(ids))
+        sequences.append(sequence)
+    padded = [*ids, 5, 5]
+    got = gather_ngrams(torch.tensor(padded), torch.tensor([*positions, 0, 0]), start, torch.tensor(states), history, n)
+    assert got[len(ids) :].eq(-1).all(), "padding rows have no tokens"
+    for r, sequence in enumerate(sequences):
+        for row in range(start[r], start[r + 1]):
+            p = positions[row]
+            assert got[row].tolist() == [sequence[p - b] if p >= b else -1 for b in range(n)]
