@@ -290,14 +290,6 @@ def test_mixes_are_used_one_sublayer_late(model):
     assert torch.allclose(model.logits(ids), last @ w.plain("head.weight").T)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_agrees(checkpoint, model):
-    other = ReferenceModel(checkpoint, device="cuda")
-    assert (other.logits(prompt(60)).cpu() - model.logits(prompt(60))).abs().max() < 1e-9
-    assert other.greedy(prompt(20), 3)[0] == model.greedy(prompt(20), 3)[0]
-    assert other.trace(prompt(20))[7]["selected"].is_cuda
-
-
 def test_greedy_and_its_check_agree(model):
     tokens, gaps = model.greedy(prompt(30), 12)
     again, gaps_again = model.check_greedy(prompt(30), tokens)

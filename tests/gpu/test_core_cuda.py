@@ -46,3 +46,9 @@ def test_every_op_has_an_implementation_here():
     assert OPS
     for op in OPS.values():
         assert op.choose(torch.device("cuda")).name
+
+
+def test_the_reference_itself_agrees_across_devices(folder, run_rng):
+    ids = [run_rng.randrange(3, 250) for _ in range(60)]
+    here, there = ReferenceModel(folder), ReferenceModel(folder, device="cuda")
+    assert (there.logits(ids).cpu() - here.logits(ids)).abs().max() < BOUND
