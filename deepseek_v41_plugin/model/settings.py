@@ -42,7 +42,7 @@ def shards_problem(cfg: ModelConfig, size: int) -> str | None:
     """Why the model cannot be cut over `size` tensor parallel ranks, or None."""
     for field in ("num_attention_heads", "o_groups", "n_routed_experts"):
         if getattr(cfg, field) % size:
-            return f"{size} does not divide {field} = {getattr(cfg, field)}"
+            return f"{size} does not divide {field} = {getattr(cfg, field)}. Use a size that divides it"
     for field, width in (("moe_intermediate_size", cfg.moe_intermediate_size), ("o_lora_rank", cfg.o_groups * cfg.o_lora_rank)):
         if width % (32 * size):
             return f"{size} cuts {field} inside a block of 32. Use a smaller size"

@@ -17,6 +17,8 @@ TESTED_VERSIONS = ("0.32.0", "0.33.0")
 PATCHES = (
     "vllm.transformers_utils.config._CONFIG_REGISTRY[deepseek_v41]",
     "vllm.model_executor.models.config.MODELS_CONFIG_MAP[DeepseekV41ForCausalLM]",
+    "vllm.tokenizers.registry.TokenizerRegistry[deepseek_v41]",
+    "vllm.renderers.registry.RENDERER_REGISTRY[deepseek_v41]",
 )
 
 
@@ -45,6 +47,10 @@ HOOKS = (
     Hook("vllm.model_executor.models.config", "VerifyAndUpdateConfig", "checks before loading"),
     Hook("vllm.transformers_utils.config", "_CONFIG_REGISTRY", "config class"),
     Hook("vllm.transformers_utils.configs.deepseek_v41", "DeepseekV41Config", "config class"),
+    Hook("vllm.tokenizers.registry", "TokenizerRegistry.tokenizers", "chat flags"),
+    Hook("vllm.tokenizers.deepseek_v41", "get_deepseek_v41_tokenizer", "chat flags"),
+    Hook("vllm.renderers.registry", "RENDERER_REGISTRY.renderers", "refusal of images"),
+    Hook("vllm.renderers.deepseek_v4", "DeepseekV4Renderer", "refusal of images"),
     Hook("vllm.v1.attention.backends.registry", "register_backend", "attention backend"),
     Hook("vllm.v1.kv_cache_interface", "SlidingWindowMLASpec", "window cache"),
     Hook("vllm.v1.kv_cache_interface", "MLAAttentionSpec", "compressed rows and index keys"),
@@ -78,7 +84,7 @@ def wanted() -> tuple[bool, str]:
 
 
 def install() -> None:
-    """Register model, draft, config, checks and attention backend."""
+    """Register model, draft, config, checks, chat classes and attention backend."""
     yes, why = wanted()
     if not yes:
         logger.info("deepseek-v41-plugin: the host's model serves (%s)", why)
@@ -89,6 +95,8 @@ def install() -> None:
         raise RuntimeError("missing in this host: " + "; ".join(missing))
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers.registry import TokenizerRegistry
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -100,6 +108,8 @@ def install() -> None:
     ModelRegistry.register_model(DRAFT, f"{package}.draft:{DRAFT}")
     _CONFIG_REGISTRY["deepseek_v41"] = DeepseekV41Config
     MODELS_CONFIG_MAP[MODEL] = DeepseekV41Checks
+    TokenizerRegistry.tokenizers["deepseek_v41"] = (f"{package}.chat", "DeepseekV41Tokenizer")
+    RENDERER_REGISTRY.renderers["deepseek_v41"] = (f"{package}.chat", "DeepseekV41Renderer")
     register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.DeepseekV41Backend")
     logger.info("deepseek-v41-plugin serves %s (%s)", MODEL, why)
 

@@ -96,7 +96,6 @@ def test_image(client, server, talk_with_image):
     assert status == 400 and "\n" not in message, message
 
 
-@pytest.mark.xfail(strict=True, reason="the host says that the model is not multimodal, no more")
 def test_image_is_named(client, server, talk_with_image):
     call = client.chat.completions.create
     _, message = refusal(call, model=server.model, messages=talk_with_image, max_tokens=1)
