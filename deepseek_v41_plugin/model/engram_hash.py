@@ -119,27 +119,3 @@ def ngram_rows(u: np.ndarray, factors: np.ndarray, primes) -> np.ndarray:
     # Products and hence their xor are non-negative, so % is the mathematical remainder.
     rows = orders[:, :, None] % sizes[None]
     return rows.reshape(len(rows), -1) + column_offsets(sizes)
-
-
-def row_indices(
-    classes: np.ndarray,
-    valid: np.ndarray,
-    pad: int,
-    factors: np.ndarray,
-    primes,
-    history: int = 0,
-) -> np.ndarray:
-    """Rows for consecutive positions of one request.
-
-    ``classes`` int64 [history + T] and ``valid`` bool [history + T] in time order, the
-    first ``history`` of them being lookback only; what lies before them counts as
-    invalid. Returns int64 [T, (ngram - 1) * heads].
-    """
-    order = len(factors)
-    lead = order - 1
-    ids = np.concatenate([np.full(lead, pad, np.int64), np.asarray(classes, np.int64)])
-    good = np.concatenate([np.zeros(lead, bool), np.asarray(valid, bool)])
-    windows = np.lib.stride_tricks.sliding_window_view
-    newest_first = windows(ids, order)[history:, ::-1]
-    u = apply_pad(newest_first, windows(good, order)[history:, ::-1], pad)
-    return ngram_rows(u, factors, primes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
+
+DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Unsupported(ValueError):
@@ -33,6 +36,11 @@ class DeepseekV41Checks(VerifyAndUpdateConfig):
         Options.parse(vllm_config.additional_config)
         check_parallel(cfg, vllm_config)
         check_features(vllm_config)
+        if not vllm_config.use_v2_model_runner:
+            raise Unsupported(
+                "model runner: V1 keeps no token history for Engram. Unset VLLM_USE_V2_MODEL_RUNNER"
+                " (and DSV41_CPU_SETUP on a CPU host), see `dsv41 doctor`"
+            )
         directory = Path(vllm_config.model_config.model)
         if directory.is_dir() and vllm_config.load_config.load_format != "dummy":
             for name in checkpoint.validate(cfg, directory):
@@ -43,11 +51,18 @@ def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise Unsupported("pipeline_parallel_size: stages are not supported by DSV41_IMPL=plugin. Use tensor parallel ranks")
+    for field in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, field) > 1:
+            raise Unsupported(f"{field}: contexts are not split over ranks. Use tensor parallel ranks")
+    if parallel.use_ubatching:
+        raise Unsupported("enable_dbo: microbatches are not supported. Remove it")
     if problem := shards_problem(cfg, parallel.tensor_parallel_size):
         raise Unsupported(f"tensor_parallel_size: {problem}")
 
 
 def check_features(vllm_config: VllmConfig) -> None:
+    if vllm_config.model_config.dtype not in DTYPES:
+        raise Unsupported(f"dtype: {vllm_config.model_config.dtype} has too little range. Use bfloat16 or float32")
     if vllm_config.model_config.quantization is not None:
         raise Unsupported(f"quantization: {vllm_config.model_config.quantization} cannot be applied to DeepSeek-V4.1's own formats. Remove --quantization")
     if vllm_config.cache_config.block_size and vllm_config.cache_config.block_size % 2:

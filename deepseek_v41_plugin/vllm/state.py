@@ -18,6 +18,9 @@ class DeepseekV41ModelState(DefaultModelState):
     chunk boundary, a prefix hit, a preemption and a hand-over all look alike.
     """
 
+    # The n-grams need token ids, and the forward reads no embeddings.
+    supports_prompt_embeds = False
+
     def prepare_inputs(self, input_batch: InputBatch, req_states: RequestState) -> dict[str, Any]:
         inputs = super().prepare_inputs(input_batch, req_states)
         inputs["ngrams"] = gather_ngrams(

@@ -113,6 +113,11 @@ OPTIONS = {
     "ranks": ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
     "KV type": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     "LoRA": ({"enable_lora": True}, "enable_lora"),
+    "float16": ({"dtype": "float16"}, "dtype: torch.float16"),
+    "context ranks": (
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size",
+    ),
+    "microbatches": ({"enable_dbo": True}, "enable_dbo"),
 }  # fmt: skip
 
 
@@ -121,6 +126,11 @@ def test_options(folder, name):
     options, named = OPTIONS[name]
     said = complaint(folder, **options)
     assert named in said and len(said) < 500, said
+
+
+def test_model_runner_v1(folder, monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert "model runner: V1 keeps no token history" in complaint(folder)
 
 
 def test_command_line(folder):
