@@ -65,8 +65,9 @@ def check_features(vllm_config: VllmConfig) -> None:
         raise Unsupported(f"dtype: {vllm_config.model_config.dtype} has too little range. Use bfloat16 or float32")
     if vllm_config.model_config.quantization is not None:
         raise Unsupported(f"quantization: {vllm_config.model_config.quantization} cannot be applied to DeepSeek-V4.1's own formats. Remove --quantization")
-    if vllm_config.cache_config.block_size and vllm_config.cache_config.block_size % 2:
-        raise Unsupported(f"block_size: {vllm_config.cache_config.block_size} is odd. Use an even number (compressed rows span 2 tokens)")
+    block = vllm_config.cache_config.block_size
+    if block and block % 8:
+        raise Unsupported(f"block_size: {block} is not a multiple of 8. Use 16 or more (a page holds whole words of every record)")
     if vllm_config.cache_config.cache_dtype not in ("auto", "fp8_ds_mla"):
         raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Use auto (FP8 window, FP4 compressed rows and index keys) or fp8_ds_mla")
     if vllm_config.lora_config is not None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-# Float64 all the way to the logits; the host then works in float32.  Logits and logprobs of the tiny
-# checkpoint stay within 40, where float32's step is 4e-6 at most (2e-6 below 32), and a logprob takes
-# two such roundings (logit, logsumexp).  Measured: 4e-7 on likely tokens, 2e-6 on unlikely ones.  A
-# row read or written wrongly anywhere moves logprobs by 1e-2 or more.
+# Float64 all the way to the logits; the host then works in float32.  Logits and logprobs of the
+# tiny checkpoint stay within 40, where float32's step is 4e-6 at most (2e-6 below 32), and a logprob
+# takes two such roundings (logit, logsumexp).  Measured: 4e-7 on likely tokens, 2e-6 on unlikely ones.
 EXACT_BOUND = 1e-5
 # Two logits this close may be equal in float32, and then either is the greedy token.
 TIE = 4e-6

@@ -106,7 +106,8 @@ OPTIONS = {
     "draft": (
         {"speculative_config": {"method": "dspark", "num_speculative_tokens": 3}}, "dspark",
     ),
-    "odd blocks": ({"block_size": 17}, "block_size"),
+    "odd blocks": ({"block_size": 17}, "block_size: 17"),
+    "small blocks": ({"block_size": 4}, "block_size: 4 is not a multiple of 8"),
     "unknown option": ({"additional_config": {"dsv41": {"exakt": True}}}, "dsv41.exakt"),
     "option's type": ({"additional_config": {"dsv41": {"exact": "yes"}}}, "dsv41.exact"),
     "stages": ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
