@@ -35,7 +35,7 @@ def main() -> None:
     import torch
     import vllm
 
-    extra = dict(language_model_only=True) if args.impl == "host" else dict(block_size=64, enforce_eager=True)
+    extra = dict(language_model_only=True) if args.impl == "host" else dict(block_size=64)
     begin = time.perf_counter()
     llm = vllm.LLM(
         args.checkpoint, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=8 * LENGTH,

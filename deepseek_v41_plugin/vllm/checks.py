@@ -36,6 +36,10 @@ class DeepseekV41Checks(VerifyAndUpdateConfig):
         Options.parse(vllm_config.additional_config)
         check_parallel(cfg, vllm_config)
         check_features(vllm_config)
+        if not vllm_config.model_config.enforce_eager:
+            # The plain kernels read counts back to the host, which no graph can capture.
+            vllm_config.model_config.enforce_eager = True
+            logger.info("DeepSeek-V4.1 runs eagerly: the plugin's kernels cannot be captured in graphs yet")
         if not vllm_config.use_v2_model_runner:
             raise Unsupported(
                 "model runner: V1 keeps no token history for Engram. Unset VLLM_USE_V2_MODEL_RUNNER"

@@ -51,6 +51,7 @@ def test_the_undamaged_one_is_accepted(folder):
     options = {"dtype": "float32", "block_size": 16, "max_model_len": 512}
     config = EngineArgs(model=str(folder), **options).create_engine_config()
     assert config.model_config.architecture == "DeepseekV41ForCausalLM"
+    assert config.model_config.enforce_eager, "the plain kernels cannot be captured in graphs"
 
 
 CONFIGS = {
