@@ -75,23 +75,25 @@ class Curve:
     def at(self, sizes: np.ndarray | int) -> np.ndarray:
         """ms float64 at integer sizes >= 0 of any shape."""
         sizes = np.asarray(sizes)
+        x, y = np.asarray(self.points, dtype=np.float64).T
+        inside = np.interp(sizes, x, y) + self._tail() * np.maximum(sizes - x[-1], 0)
         if not self.pads:
-            return _interpolate(self.points, sizes)
+            return inside
         pads = np.asarray(self.pads)
+        last = pads[-1]
         padded = pads[np.minimum(np.searchsorted(pads, sizes), len(pads) - 1)]
-        inside = _interpolate(self.points, padded)
-        above = tuple(p for p in self.points if p[0] > pads[-1])
-        outside = _interpolate(above or self.points, sizes)
-        return np.where(sizes <= pads[-1], inside, np.maximum(outside, _interpolate(self.points, pads[-1])))
+        floor = np.interp(padded, x, y) + self._tail() * np.maximum(padded - x[-1], 0)
+        if (x > last).any():
+            inside = np.maximum(inside, np.interp(sizes, x[x > last], y[x > last]))
+        return np.where(sizes <= last, floor, np.maximum(inside, floor))
 
-
-def _interpolate(points: tuple[tuple[int, float], ...], sizes: np.ndarray) -> np.ndarray:
-    x, y = np.asarray(points, dtype=np.float64).T
-    if len(x) == 1:
-        slope = y[0] / x[0]
-    else:
-        slope = max((y[-1] - y[-2]) / (x[-1] - x[-2]), (y[-1] - y[0]) / (x[-1] - x[0]))
-    return np.interp(sizes, x, y) + slope * np.maximum(sizes - x[-1], 0)
+    def _tail(self) -> float:
+        """ms a unit of size beyond the last point."""
+        (x0, y0), (x1, y1) = self.points[0], self.points[-1]
+        if x0 == x1:
+            return y1 / x1
+        (x, y) = self.points[-2]
+        return max((y1 - y) / (x1 - x), (y1 - y0) / (x1 - x0))
 
 
 def slowest(curves: Sequence[Curve]) -> Curve:
