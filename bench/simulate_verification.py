@@ -49,9 +49,9 @@ from deepseek_v41_plugin.verification import Curve, Profile, StepCosts, plan
 SIZES = (16, 32, 48, 60, 72, 96)
 PUBLISHED = (-1.5, 1.6, 3.6, 5.4, 6.7, 11.0)
 K = 5
-FLOOR, SLOPE, KNEE, STEEP = 12.0, 0.0185, 400, 0.032  # ms, ms a row, rows, ms a row
+FLOOR, SLOPE, KNEE, STEEP = 12.0, 0.021, 400, 0.024  # ms, ms a row, rows, ms a row
 DRAFT = (1.0, 0.008)  # ms, ms a request
-OVERHEAD = 0.4  # ms
+OVERHEAD = 0.35  # ms
 MEAN, DIFFICULTY, NOISE, KEPT = 1.45, 1.5, 1.5, 0.8
 
 
