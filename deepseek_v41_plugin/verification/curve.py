@@ -85,7 +85,7 @@ class Curve:
         floor = np.interp(padded, x, y) + self._tail() * np.maximum(padded - x[-1], 0)
         if (x > last).any():
             inside = np.maximum(inside, np.interp(sizes, x[x > last], y[x > last]))
-        return np.where(sizes <= last, floor, np.maximum(inside, floor))
+        return np.where(sizes <= last, floor, inside)
 
     def _tail(self) -> float:
         """ms a unit of size beyond the last point."""

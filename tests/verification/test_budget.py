@@ -96,15 +96,15 @@ def test_idle_means_all(rng):
         requests, k = int(rng.integers(1, 301)), int(rng.integers(1, 9))
         confidence = rng.beta(0.5, 0.5, (requests, k)) * (rng.random((requests, k)) < 0.9)
         drafts = rng.integers(0, k + 1, requests)
-        costs = StepCosts(FLAT, FREE, 0.3)
+        costs = StepCosts(FLAT, FREE, float(rng.choice([0, 0.3])))
         got = plan(costs, confidence, drafts, base_rows=requests, sampling=requests)
         assert got.budget == drafts.sum()
 
 
 def test_rows_of_a_padded_graph_are_given_away():
     padded = StepCosts(Curve(((8, 1.0), (16, 100.0)), pads=(8, 16)), FREE)
-    got = plan(padded, np.array([[0.9, 0.0, 0.0, 0.0, 0.0]] * 4), np.full(4, 5), base_rows=4, sampling=4)
-    assert got.budget == 4  # 8 rows; one more is padded to 16
+    got = plan(padded, np.array([[0.9, 0.0, 0.0], [0.0, 0.5, 0.5]] * 2), np.full(4, 3), base_rows=4, sampling=4)
+    assert got.budget == 4  # two have a chance; two more rows are free, a third is padded to 16
 
 
 def test_drafts_that_lie_ready_are_used_though_no_more_are_made():
