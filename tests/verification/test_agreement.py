@@ -19,7 +19,8 @@ def rng(run_rng):
 def costs(rng):
     knee = int(rng.integers(2, 200))
     verify = Curve(((1, 5.0), (knee, 5.0 + float(rng.random())), (knee + 100, 6.0 + float(rng.exponential(20)))))
-    return StepCosts(verify, Curve(((1, float(rng.exponential(1)) + 0.01), (300, 2.0 + 10))), float(rng.choice([0, 0.1])))
+    draft = Curve(((1, float(rng.uniform(0.01, 4))), (300, 12.0)))
+    return StepCosts(verify, draft, float(rng.choice([0, 0.1])))
 
 
 def rank(rng, requests, k):
