@@ -7,6 +7,9 @@ import secrets
 
 import pytest
 
+# Tensors here are tiny: threads only wait for each other.  Servers choose for themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 SEED = int(os.environ.get("DSV41_TEST_SEED") or secrets.randbelow(1 << 31))
 
 
