@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1 for vLLM and SGLang: one model core, thin host adapters."""
+"""DeepSeek-V4.1 for vLLM: one model core, a thin adapter to the host."""
 
 from pathlib import Path
 

@@ -4,8 +4,9 @@
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .config_fields import ConfigError, Section, shorten
+from .config_fields import LARGEST, ConfigError, Section, shorten
 from .config_layers import LayerPlan, plan_layers
+from .config_limits import CEILINGS, LAYERS, TOKENS, check_experts, check_tables
 from .config_rules import check_quantization, check_shapes, read_vision, refuse_v4
 from .primes import engram_primes
 
@@ -127,6 +128,7 @@ class ModelConfig:
             got["num_nextn_predict_layers"],
         )
         check_shapes(text, got)
+        check_experts(text, got)
         assert set(got) == {f.name for f in fields(cls)}
         return cls(**got)
 
@@ -137,21 +139,26 @@ _POSITIVE = (
     " sliding_window n_routed_experts num_experts_per_tok hc_mult hc_sinkhorn_iters"
     " index_n_heads index_head_dim index_topk candidate_topk_blocks candidate_block_size"
 ).split()
-_ABOVE_ZERO = "swiglu_limit rms_norm_eps rope_theta compress_rope_theta hc_eps".split()
+_ABOVE_ZERO = "swiglu_limit rms_norm_eps hc_eps".split()
 
 
 def _scalars(text: Section):
     for field in _POSITIVE:
-        yield field, text.integer(field)
+        yield field, text.integer(field, high=CEILINGS.get(field, LARGEST))
     for field in _ABOVE_ZERO:
         yield field, text.number(field, 0.0)
+    for field in ("rope_theta", "compress_rope_theta"):
+        yield field, text.number(field, 1.0)
     yield "routed_scaling_factor", text.number("routed_scaling_factor", 0.0)
     yield "gate_temp", text.number("gate_temp", 0.0, default=1.0)
     yield "num_key_value_heads", text.exactly("num_key_value_heads", 1)
     yield "n_shared_experts", text.exactly("n_shared_experts", 1)
     yield "hidden_act", text.exactly("hidden_act", "silu")
     yield "attention_bias", text.exactly("attention_bias", False)
-    yield "attention_dropout", float(text.exactly("attention_dropout", 0, 0))
+    dropout = text.number("attention_dropout", 0.0, strict=False, default=0)
+    if dropout:
+        raise text.fail("attention_dropout", f"{dropout} is not supported", "only 0 is")
+    yield "attention_dropout", dropout
     yield "scoring_func", text.exactly("scoring_func", "sqrtsoftplus")
     yield "topk_method", text.exactly("topk_method", "noaux_tc")
     yield "norm_topk_prob", text.exactly("norm_topk_prob", True)
@@ -166,9 +173,9 @@ def _attention(text: Section, layers: int) -> dict[str, Any]:
     return {
         "rope_scaling": RopeScaling(
             rope.number("factor", 1.0, strict=False),
-            rope.number("beta_fast", 0.0),
-            rope.number("beta_slow", 0.0),
-            rope.integer("original_max_position_embeddings"),
+            rope.number("beta_fast", 1e-6),
+            rope.number("beta_slow", 1e-6),
+            rope.integer("original_max_position_embeddings", high=TOKENS),
         ),
         "compress_ratios": text.integers("compress_ratios"),
         "kv_source_layer_ids": text.ascending("kv_source_layer_ids", layers),
@@ -190,6 +197,7 @@ def _engram(text: Section, layers: int, vocab: int) -> dict[str, Any]:
     field = "engram_compressed_vocab_size"
     got[field] = text.integer(field, low, vocab, **unused)
     rows = text.integers("engram_num_embeddings", *([] if count else [()]))
+    check_tables(text, count, got["engram_max_ngram_size"], got["engram_n_heads"])
     primes = engram_primes(
         got["engram_vocab_size"], count, got["engram_max_ngram_size"], got["engram_n_heads"]
     )
@@ -198,18 +206,19 @@ def _engram(text: Section, layers: int, vocab: int) -> dict[str, Any]:
         raise text.fail(
             "engram_num_embeddings",
             f"{shorten(list(rows))} is not the sum of the layers' primes",
-            f"with these engram_* fields it must be {list(sums)}",
+            f"with these engram_* fields it must be {shorten(list(sums), 200)}",
         )
     return got | {"engram_num_embeddings": rows, "engram_primes": primes}
 
 
 def _dspark(text: Section, layers: int, vocab: int) -> dict[str, Any]:
-    stages = text.integer("num_nextn_predict_layers", 0)
+    stages = text.integer("num_nextn_predict_layers", 0, LAYERS)
     unused = {} if stages else {"default": 0}
     low = 1 if stages else 0
     got: dict[str, Any] = {"num_nextn_predict_layers": stages}
     for name in ("block_size", "markov_rank", "n_routed_experts", "num_experts_per_tok"):
-        got[f"dspark_{name}"] = text.integer(f"dspark_{name}", low, **unused)
+        field = f"dspark_{name}"
+        got[field] = text.integer(field, low, CEILINGS.get(field, LARGEST), **unused)
     got["dspark_noise_token_id"] = text.integer("dspark_noise_token_id", 0, vocab - 1, **unused)
     field = "dspark_target_layer_ids"
     targets = text.ascending(field, layers, *([] if stages else [()]))

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _MISSING = object()
+# The ceiling of every size and count that has no narrower one.
+LARGEST = 1 << 24
 
 
 class ConfigError(ValueError):
@@ -16,10 +18,14 @@ class ConfigError(ValueError):
         self.where = where
 
 
-def shorten(value: Any) -> str:
-    """``repr(value)`` on one line, at most 60 characters."""
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= 60 else text[:57] + "..."
+def shorten(value: Any, limit: int = 60) -> str:
+    """``repr(value)`` on one line, at most ``limit`` characters."""
+    try:
+        text = repr(value).replace("\n", " ")
+    except (ValueError, RecursionError):
+        # Integers of thousands of digits and very deep nesting have no repr.
+        text = f"<{type(value).__name__} too large to show>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class Section:
@@ -54,12 +60,13 @@ class Section:
             field, f"expected {want}, got {shorten(value)}", f"set it to {want}"
         )
 
-    def integer(self, field: str, low: int = 1, high: int | None = None, default=_MISSING) -> int:
+    def integer(self, field: str, low: int = 1, high: int = LARGEST, default=_MISSING) -> int:
+        """An int between ``low`` and ``high``, both included."""
         value = self.get(field, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_type(field, "an integer", value)
-        if value < low or (high is not None and value > high):
-            span = f"at least {low}" if high is None else f"between {low} and {high}"
+        if not low <= value <= high:
+            span = f"between {low} and {high}"
             raise self.fail(field, f"{shorten(value)} is out of range", f"it must be {span}")
         return value
 
@@ -68,10 +75,14 @@ class Section:
         value = self.get(field, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong_type(field, "a number", value)
-        if not math.isfinite(value) or value < low or (strict and value == low):
-            span = f"{'above' if strict else 'at least'} {low:g}"
-            raise self.fail(field, f"{value} is out of range", f"it must be finite and {span}")
-        return float(value)
+        try:
+            got = float(value)
+        except OverflowError:
+            got = math.inf
+        if not math.isfinite(got) or got < low or (strict and got == low):
+            span = f"finite and {'above' if strict else 'at least'} {low:g}"
+            raise self.fail(field, f"{shorten(value)} is out of range", f"it must be {span}")
+        return got
 
     def integers(self, field: str, default=_MISSING) -> tuple[int, ...]:
         value = self.get(field, default)
@@ -95,10 +106,10 @@ class Section:
         return value
 
     def exactly(self, field: str, want: Any, default=_MISSING) -> Any:
-        """The value, which must equal ``want`` in type and value."""
+        """The value, which must equal ``want`` in type and value (neither 1.0 nor True is 1)."""
         value = self.get(field, default)
-        same = isinstance(value, bool) == isinstance(want, bool) and value == want
-        if not same:
+        typed = isinstance(value, type(want)) and isinstance(value, bool) == isinstance(want, bool)
+        if not typed or value != want:
             raise self.fail(
                 field,
                 f"{shorten(value)} is not supported",

@@ -38,7 +38,7 @@ def _check_ratios(text: Section, ratios: tuple[int, ...], layers: int, stages: i
         )
     bad = [(i, r) for i, r in enumerate(ratios) if r not in (0, 1, 2)]
     if bad:
-        raise text.fail(field, f"entry {bad[0][0]} is {bad[0][1]}", "use only 0, 1 and 2")
+        raise text.fail(field, f"entry {bad[0][0]} is {shorten(bad[0][1])}", "use only 0, 1 and 2")
     if len(ratios) != layers + stages:
         raise text.fail(
             field,

@@ -3,7 +3,8 @@
 
 from typing import Any
 
-from .config_fields import ConfigError, Section, shorten
+from .config_fields import LARGEST, ConfigError, Section, shorten
+from .config_limits import VISION_CEILINGS
 
 BLOCK = 32
 _V4_REMEDY = (
@@ -68,13 +69,18 @@ def read_vision(top: Section) -> dict[str, Any] | None:
     if raw is None or (isinstance(raw, dict) and raw.get("num_hidden_layers") == 0):
         return None
     vision = Section(raw, "vision_config")
-    got = {field: vision.integer(field) for field in _VISION_INTS}
+    got = {
+        field: vision.integer(field, high=VISION_CEILINGS.get(field, LARGEST))
+        for field in _VISION_INTS
+    }
     if got["hidden_size"] % got["num_attention_heads"]:
         raise vision.fail(
             "num_attention_heads",
             f"{got['num_attention_heads']} heads do not divide hidden_size {got['hidden_size']}",
             "use a divisor",
         )
+    if raw.get("rope_theta") is not None:
+        vision.number("rope_theta", 1.0)
     return dict(raw) | got
 
 

@@ -64,7 +64,7 @@ def refused(folder, *words):
     with pytest.raises(CheckpointError) as caught:
         validate(load_config(folder), folder)
     message = str(caught.value)
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 900
     for word in words:
         assert str(word) in message, message
     return message
@@ -196,6 +196,8 @@ def test_garbage_header(broken, start):
     [
         None,
         {"dtype": "F9", "shape": [1], "data_offsets": [0, 1]},
+        {"dtype": ["F9"] * 999, "shape": [1], "data_offsets": [0, 1]},
+        {"dtype": "BF16", "shape": [10**999] * 9, "data_offsets": [0, 10**999]},
         {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 2]},
         {"dtype": "BF16", "shape": [2], "data_offsets": [0, 2]},
         {"dtype": "BF16", "shape": [2]},
@@ -280,9 +282,9 @@ def test_a_config_of_other_sizes(broken):
 def test_unexpected_tensors_are_listed(broken):
     path = shard_of(broken, "norm.weight")
     header, data = read_header(path)
-    header["layers.0.attn.extra"] = header.pop("norm.weight")
-    header["norm.weight"] = header["layers.0.attn.extra"]
-    write_header(path, header, data)
+    span = [len(data), len(data) + 6]
+    header["layers.0.attn.extra"] = {"dtype": "BF16", "shape": [3], "data_offsets": span}
+    write_header(path, header, data + bytes(6))
     edit_index(broken, lambda mapping: mapping.update({"layers.0.attn.extra": path.name}))
     assert validate(load_config(broken), broken) == ["layers.0.attn.extra"]
 
@@ -319,6 +321,54 @@ def test_bad_index(broken):
         ('{"weight_map": {}}', "weight_map"),
         ('{"weight_map": {"norm.weight": "../other.safetensors"}}', "norm.weight"),
         ('{"weight_map": {"norm.weight": 3}}', "norm.weight"),
+        ('{"weight_map": {"norm.weight": ""}}', "in '', which is not a file name"),
+        ('{"weight_map": {"norm.weight": ".."}}', "in '..', which is not a file name"),
+        ('{"weight_map": {"norm.weight": "%s"}}' % ("x" * 5000), "which is not a file name"),
+        ("[" * 100_000, "cannot be read (RecursionError)"),
     ]:
         (broken / INDEX).write_text(text)
         refused(broken, word)
+
+
+def test_deeply_nested_header(broken):
+    path = shard_of(broken, "norm.weight")
+    text = b"[" * 100_000
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    refused(broken, f"shard {path.name} has a garbage header")
+
+
+@pytest.mark.parametrize("shift, word", [(-1, "overlaps"), (1, "leaves a gap behind")])
+def test_tensors_must_be_contiguous(broken, shift, word):
+    path = shard_of(broken, "norm.weight")
+    header, data = read_header(path)
+    metadata = header.pop("__metadata__", {})
+    names = sorted(header, key=lambda n: header[n]["data_offsets"])
+    at = random.randrange(1, len(names))
+    moved = data + b"\0" if shift > 0 else data[:-1]
+    for name in names[at:]:
+        header[name]["data_offsets"] = [v + shift for v in header[name]["data_offsets"]]
+    write_header(path, header | {"__metadata__": metadata}, moved)
+    refused(broken, f"{names[at]} in shard {path.name} {word} {names[at - 1]}")
+
+
+def test_two_tensors_on_the_same_bytes(broken):
+    path = shard_of(broken, "norm.weight")
+    header, data = read_header(path)
+    header["copy"] = header["norm.weight"]
+    write_header(path, header, data)
+    refused(broken, "copy", "overlaps", "norm.weight", path.name)
+
+
+def test_first_tensor_must_start_at_zero(broken):
+    path = shard_of(broken, "norm.weight")
+    write_header(path, {"a": {"dtype": "U8", "shape": [2], "data_offsets": [1, 3]}}, bytes(3))
+    refused(broken, f"a in shard {path.name} leaves a gap behind the header")
+
+
+def test_long_names_are_clipped(broken):
+    def lengthen(mapping):
+        shard = mapping["norm.weight"]
+        mapping.update({f"{i}\n" + "y" * 5000: shard for i in range(9)})
+
+    edit_index(broken, lengthen)
+    refused(broken, "yyy... is not in shard", "problems in all")

@@ -36,7 +36,7 @@ def refused(where, *words, **fields):
         ModelConfig.from_hf(changed(**fields))
     message = str(caught.value)
     assert message.startswith(f"{where}: "), message
-    assert "\n" not in message
+    assert "\n" not in message and len(message) < 900
     assert message.count(". ") >= 1, f"no remedy in: {message}"
     for word in words:
         assert word in message, message
@@ -151,6 +151,13 @@ def test_each_text_field_is_typed(field, value):
         ("hidden_size", 5120.0),
         ("num_hidden_layers", -1),
         ("rms_norm_eps", 0.0),
+        ("rope_theta", 1),
+        ("compress_rope_theta", 1),
+        ("engram_compressed_vocab_size", 0),
+        ("num_key_value_heads", 1.0),
+        ("n_shared_experts", True),
+        ("norm_topk_prob", 1),
+        ("attention_dropout", 0.1),
         ("rope_theta", float("nan")),
         ("swiglu_limit", float("inf")),
         ("dspark_noise_token_id", 129280),
@@ -271,3 +278,66 @@ def test_a_later_candidate_source_and_inner_window_layers_are_allowed():
     cfg = ModelConfig.from_hf(raw)
     assert [p.index for p in cfg.layers if p.restricted] == [32, 36]
     assert cfg.layers[25].kv_source is None and cfg.layers[26].index_source == 24
+
+
+NUMBERS = "swiglu_limit rms_norm_eps rope_theta compress_rope_theta hc_eps gate_temp"
+NUMBERS += " routed_scaling_factor attention_dropout"
+YARN = "factor beta_fast beta_slow".split()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**400, 10**5000, -(10**400), float("nan"), float("inf")],
+    ids=["large", "huge", "low", "nan", "inf"],
+)
+def test_numbers_are_finite(value):
+    for field in NUMBERS.split():
+        refused(f"text_config.{field}", "range", **{f"text_config__{field}": value})
+    for field in YARN:
+        where = f"text_config.rope_scaling.{field}"
+        refused(where, "range", **{f"text_config__rope_scaling__{field}": value})
+    refused("vision_config.rope_theta", "range", vision_config__rope_theta=value)
+
+
+INTEGERS = [f for f in FIELDS if type(RELEASED["text_config"][f]) is int]
+INTEGERS = sorted({*INTEGERS} - {*NUMBERS.split(), "num_key_value_heads", "n_shared_experts"})
+
+
+@pytest.mark.parametrize("value", [1 << 63, 10**5000], ids=["int64", "huge"])
+def test_counts_have_ceilings(value):
+    for field in INTEGERS:
+        refused(f"text_config.{field}", "between", **{f"text_config__{field}": value})
+    vision = {f for f, v in RELEASED["vision_config"].items() if type(v) is int}
+    for field in sorted(vision - {"rope_theta"}):
+        refused(f"vision_config.{field}", "must be", **{f"vision_config__{field}": value})
+    field = "rope_scaling.original_max_position_embeddings"
+    refused(f"text_config.{field}", **{f"text_config__{field.replace('.', '__')}": value})
+    refused(RATIOS, "entry 0 is", text_config__compress_ratios=[value] * 43)
+
+
+@pytest.mark.parametrize(
+    "field, most",
+    [("num_hidden_layers", 1024), ("n_routed_experts", 65536), ("hc_sinkhorn_iters", 1000)],
+)
+def test_ceilings_are_named(field, most):
+    words = (f"{most + 1} is out of range", f"between 1 and {most}")
+    refused(f"text_config.{field}", *words, **{f"text_config__{field}": most + 1})
+
+
+def test_ceilings_of_products():
+    most = {"n_routed_experts": 6553, "dspark_n_routed_experts": 65536}
+    assert ModelConfig.from_hf(changed(**{f"text_config__{k}": v for k, v in most.items()}))
+    refused("text_config.n_routed_experts", "too many", text_config__n_routed_experts=6554)
+    refused("text_config.engram_n_heads", "too many", text_config__engram_n_heads=1024)
+
+
+def test_shown_values_are_short():
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    for value in ("x" * 9999, [1] * 9999, deep, {"a": "b" * 9999}):
+        for field in FIELDS:
+            where = f"text_config.{field}"
+            with pytest.raises(ConfigError, match=f"^{where}") as caught:
+                ModelConfig.from_hf(changed(**{f"text_config__{field}": value}))
+            assert len(str(caught.value)) < 300

@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -54,6 +55,20 @@ def test_config_parallel_size_and_choice(model, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, text = doctor(str(tmp_path), DSV41_IMPL="both")
     assert code == 1 and "text_config.index_topk" in text and "DSV41_IMPL: 'both' is not a choice" in text
+
+
+def test_what_would_not_serve_is_said(model, tmp_path):
+    shutil.copytree(model, tmp_path / "other")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["added_tokens"], tokenizer["model"]["vocab"] = [], {"a": 0, "b": 1, "c": 2}
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    code, text = doctor(str(tmp_path / "other"), VLLM_PLUGINS="dsv41_cpu", VLLM_USE_V2_MODEL_RUNNER="0")
+    assert code == 1
+    assert "classes of tokens, the config's text_config.engram_compressed_vocab_size" in text
+    assert "'dsv41_cpu' leaves dsv41 out" in text
+    assert "VLLM_USE_V2_MODEL_RUNNER asks for V1" in text
+    code, text = doctor(DSV41_IMPL="host")
+    assert code == 1 and "has no CPU path for V4.1" in text
 
 
 def test_sizes_for_people():

@@ -17,6 +17,7 @@ from deepseek_v41_plugin.cli.tiny_presets import make_config
 from deepseek_v41_plugin.cli.tiny_weights import Weights
 from deepseek_v41_plugin.config import ConfigError, ModelConfig
 from deepseek_v41_plugin.model.engram_hash import compressed_vocab
+from deepseek_v41_plugin.model.rope import frequencies
 
 GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
@@ -277,8 +278,13 @@ def test_someone_elses_checkpoint_is_refused(folder, tmp_path, capsys):
 
 
 def test_bad_arguments(tmp_path, capsys):
-    assert cli(tmp_path / "a", "--seed", -1) == 1
-    assert cli(tmp_path / "a", "--layers", 0) == 1
+    for option, value, message in [
+        ("--seed", -1, "seed: -1 is negative"),
+        ("--layers", 0, "layers: 0 is out of range. Use between 1 and 64"),
+        ("--layers", 65, "layers: 65 is out of range"),
+    ]:
+        assert cli(tmp_path / "a", option, value) == 1
+        assert message in capsys.readouterr().err
     assert cli(tmp_path / "a", "--shard-mib", 0) == 1
     assert cli(tmp_path / "a", "--shard-mib", "nan") == 1
     (tmp_path / "file").write_text("")
@@ -288,3 +294,16 @@ def test_bad_arguments(tmp_path, capsys):
         write_tiny(tmp_path / "a", "big")
     with pytest.raises(ValueError, match="vocab_size: 100 is not between"):
         write_tiny(tmp_path / "a", overrides={"vocab_size": 100})
+    with pytest.raises(ValueError, match="vocab_size: 10000.* is not between") as caught:
+        write_tiny(tmp_path / "a", overrides={"vocab_size": 10**999})
+    assert len(str(caught.value)) < 200
+
+
+def test_yarn_is_alive_and_agrees_with_the_lengths(cfg):
+    yarn = cfg.rope_scaling
+    assert yarn.factor == cfg.max_position_embeddings / yarn.original_max_position_embeddings
+    plain = cfg.compress_rope_theta ** (-np.arange(0, 1, 2 / cfg.qk_rope_head_dim))
+    ratio = frequencies(cfg, True).numpy() / plain
+    assert np.isclose(ratio, 1).sum() >= 1 and np.isclose(ratio, 1 / yarn.factor).sum() >= 1
+    between = (ratio < 0.99) & (ratio > 1.01 / yarn.factor)
+    assert between.sum() >= 1

@@ -4,7 +4,6 @@
 from .check import validate
 from .expected import TensorSpec, expected_tensors
 from .index import CheckpointError, TensorEntry, read_index
-from .stream import stream
 
 __all__ = [
     "CheckpointError",
@@ -12,6 +11,5 @@ __all__ = [
     "TensorSpec",
     "expected_tensors",
     "read_index",
-    "stream",
     "validate",
 ]

@@ -4,8 +4,9 @@
 from pathlib import Path
 
 from ..config import ModelConfig
+from ..config_fields import shorten
 from .expected import TensorSpec, expected_tensors
-from .index import TensorEntry, raise_problems, read_index
+from .index import TensorEntry, clip, raise_problems, read_index
 
 # Raw bytes may be declared as plain uint8.
 _ALIASES = {"I8": ("I8", "U8"), "F8_E8M0": ("F8_E8M0", "U8")}
@@ -14,12 +15,12 @@ _ALIASES = {"I8": ("I8", "U8"), "F8_E8M0": ("F8_E8M0", "U8")}
 def _compare(name: str, want: TensorSpec, got: TensorEntry) -> str | None:
     if got.shape != want.shape:
         return (
-            f"{name} in shard {got.path.name} has shape {list(got.shape)},"
+            f"{name} in shard {clip(got.path.name)} has shape {shorten(list(got.shape))},"
             f" the config calls for {list(want.shape)}"
         )
     if got.dtype not in _ALIASES.get(want.dtype, (want.dtype,)):
         return (
-            f"{name} in shard {got.path.name} has dtype {got.dtype},"
+            f"{name} in shard {clip(got.path.name)} has dtype {got.dtype},"
             f" the config calls for {want.dtype}"
         )
     return None
@@ -45,7 +46,7 @@ def validate(
             problem = _compare(name, want, got)
         else:
             near = neighbours.get(name.rsplit(".", 1)[0])
-            where = f"any shard (its sibling is in {near})" if near else "any shard"
+            where = f"any shard (its sibling is in {clip(near)})" if near else "any shard"
             problem = f"{name} is missing from {where}"
         if problem:
             problems.append(problem)

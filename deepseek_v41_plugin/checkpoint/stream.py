@@ -36,12 +36,7 @@ def stream(
             entry = entries[name]
             size = entry.end - begin
             tensor = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=begin)
-            if begin % entry_alignment(entry):
+            if begin % DTYPES[entry.dtype].itemsize:
                 tensor = tensor.clone()
             yield name, tensor.view(DTYPES[entry.dtype]).view(entry.shape)
         del tensor, mapped
-
-
-def entry_alignment(entry: TensorEntry) -> int:
-    """Bytes an element needs its address to be a multiple of."""
-    return DTYPES[entry.dtype].itemsize

@@ -15,9 +15,10 @@ import torch
 import deepseek_v41_plugin
 
 from .. import checkpoint
-from ..config import ConfigError, ModelConfig
+from ..config import ModelConfig
 from ..kernels import arch
 from ..kernels.registry import OPS, OpError
+from ..model.engram_hash import checked_vocab
 from ..model.settings import shards_problem
 
 OK, NOTE, BAD = "ok", "--", "BAD"
@@ -81,15 +82,23 @@ def check_host(report: Report) -> None:
     except OptionError as error:
         report(BAD, "DSV41_IMPL", str(error))
         return
-    report(OK, "model", f"{'the plugin' if plugin else 'the host'} serves: {why}")
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if plugin and allowed is not None and "dsv41" not in allowed.split(","):
+        report(BAD, "VLLM_PLUGINS", f"{allowed!r} leaves dsv41 out, so the host's own model would be tried. Add dsv41,dsv41_cpu")
+    if not plugin and current_platform.is_cpu():
+        report(BAD, "model", f"the host ({why}) has no CPU path for V4.1. Unset DSV41_IMPL")
+    else:
+        report(OK, "model", f"{'the plugin' if plugin else 'the host'} serves: {why}")
     for hook in hooks.HOOKS:
         problem = hook.find()
         mark = OK if problem is None else BAD if plugin else NOTE
         report(mark, "hook", problem or f"{hook.module}.{hook.attribute} ({hook.purpose})")
     if current_platform.is_cpu():
         triton = importlib.import_module("vllm.triton_utils").HAS_TRITON
-        report(OK if triton else BAD, "model runner", "V2, on Triton's interpreter" if triton else
-               "V1: Triton is not ready. Unset DSV41_CPU_SETUP and TRITON_INTERPRET, or see the log of `vllm serve`")
+        report(OK if triton else BAD, "Triton", "ready for Model Runner V2, interpreted" if triton else
+               "not ready for Model Runner V2. Unset DSV41_CPU_SETUP and TRITON_INTERPRET; VLLM_PLUGINS must name dsv41_cpu")
+    if plugin and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1").lower() in ("0", "false"):
+        report(BAD, "model runner", "VLLM_USE_V2_MODEL_RUNNER asks for V1, which keeps no token history for Engram. Unset it")
 
 
 def check_ops(report: Report, device: torch.device) -> None:
@@ -109,14 +118,13 @@ def check_model(report: Report, folder: Path, hardware: arch.Hardware, ranks: in
         cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
         entries = checkpoint.read_index(folder)
         unknown = checkpoint.validate(cfg, folder, entries)
-    except (OSError, json.JSONDecodeError) as error:
-        report(BAD, "config.json", str(error))
-        return
-    except ConfigError as error:
-        report(BAD, "config.json", str(error))
-        return
+        if cfg.engram_layer_ids:
+            checked_vocab(cfg, folder / "tokenizer.json")
     except checkpoint.CheckpointError as error:
         report(BAD, "checkpoint", str(error))
+        return
+    except (OSError, RecursionError, ValueError) as error:  # ConfigError and bad JSON are ValueErrors
+        report(BAD, "model", str(error) or type(error).__name__)
         return
     report(OK, "config.json", f"{cfg.num_hidden_layers} layers, {cfg.n_routed_experts} experts, {cfg.num_nextn_predict_layers} draft stages")
     report(OK, "checkpoint", f"{len(entries)} tensors in {len({e.path for e in entries.values()})} shards")

@@ -14,8 +14,6 @@ import deepseek_v41_plugin
 COMMANDS = {
     "tiny": "write a small random checkpoint in the released layout",
     "doctor": "say what this host can serve, with which implementation, and why",
-    "verify-replay": "check bounded replay against full recomputation",
-    "eplb-sim": "simulate expert placement on recorded loads",
 }
 
 
@@ -31,7 +29,7 @@ def available() -> dict[str, str]:
 def overview() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dsv41",
-        description="DeepSeek-V4.1 for vLLM and SGLang.",
+        description="DeepSeek-V4.1 for vLLM.",
         epilog="commands:\n" + "\n".join(f"  {n:<14} {t}" for n, t in available().items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from ..checkpoint import expected_tensors
 from ..checkpoint.index import INDEX_NAME
 from ..config import ModelConfig
+from ..config_fields import shorten
 from ..model.engram_hash import compressed_vocab
 from . import tiny_tokenizer as words
 from .shards import plan_shards, shard_names, write_index, write_shard
@@ -18,6 +19,7 @@ from .tiny_presets import PRESETS, SHARD_MIB, make_config
 from .tiny_weights import Weights
 
 _WRITER = "dsv41 tiny"
+_MOST_LAYERS = 64
 
 
 def _previous_shards(folder: Path) -> list[Path] | None:
@@ -27,7 +29,7 @@ def _previous_shards(folder: Path) -> list[Path] | None:
         if index["metadata"]["writer"] != _WRITER:
             return None
         return [folder / Path(name).name for name in set(index["weight_map"].values())]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -61,16 +63,21 @@ def write_tiny(
 ) -> Path:
     """Write a checkpoint of ``preset`` ("tiny" or "sm90") and return its folder.
 
-    Equal arguments give byte-identical files. ``layers`` cuts or lengthens the backbone,
-    ``shard_mib`` bounds a shard in MiB, ``overrides`` replaces text_config fields (the table
-    sizes follow from engram_vocab_size and engram_n_heads). Raises
-    ValueError for a folder with foreign files (unless ``force``) and ConfigError for
-    overrides that contradict each other.
+    Equal arguments give byte-identical files. ``layers`` (1 to 64) cuts or lengthens the
+    backbone, ``shard_mib`` bounds a shard in MiB, ``overrides`` replaces text_config
+    fields (the table sizes follow from engram_vocab_size and engram_n_heads). Raises
+    ValueError for an argument out of range or a folder with foreign files (unless ``force``),
+    and ConfigError for overrides that contradict each other.
     """
     if preset not in PRESETS:
-        raise ValueError(f"preset: {preset!r} is unknown. Choose one of {', '.join(PRESETS)}.")
-    if seed < 0 or (layers is not None and layers < 1):
-        raise ValueError("seed and layers: negative. Use a seed >= 0 and at least one layer.")
+        known = ", ".join(PRESETS)
+        raise ValueError(f"preset: {shorten(preset)} is unknown. Choose one of {known}.")
+    if seed < 0:
+        raise ValueError(f"seed: {shorten(seed)} is negative. Use a seed of 0 or more.")
+    if layers is not None and not 1 <= layers <= _MOST_LAYERS:
+        raise ValueError(
+            f"layers: {shorten(layers)} is out of range. Use between 1 and {_MOST_LAYERS} layers."
+        )
     shard_mib = SHARD_MIB[preset] if shard_mib is None else shard_mib
     if not 0 < shard_mib < 1e9:
         raise ValueError(f"shard_mib: {shard_mib} is out of range. Use a positive size.")
@@ -118,7 +125,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         help="tiny: 4 MB, for any machine; sm90: 0.43 GB, with Hopper's head sizes",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    parser.add_argument("--layers", type=int, metavar="N", help="backbone layers (default 8)")
+    parser.add_argument(
+        "--layers", type=int, metavar="N", help=f"backbone layers, 1 to {_MOST_LAYERS} (default 8)"
+    )
     parser.add_argument("--shard-mib", type=float, metavar="N", help="largest shard in MiB")
     parser.add_argument(
         "--vision",

@@ -91,7 +91,7 @@ _SM90 = {
 }
 _YARN = {"rope_type": "yarn", "beta_fast": 32, "beta_slow": 1}
 _ROPE = {
-    "tiny": {"factor": 4, "original_max_position_embeddings": 64},
+    "tiny": {"factor": 4, "original_max_position_embeddings": 1024},
     "sm90": {"factor": 16, "original_max_position_embeddings": 65536},
 }
 _VISION = {

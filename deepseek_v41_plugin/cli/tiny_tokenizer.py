@@ -5,6 +5,8 @@ import itertools
 import json
 from pathlib import Path
 
+from ..config_fields import shorten
+
 BOS, EOS, PAD = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜▁pad▁｜>"
 IMAGE = "<｜deepseek_image｜>"
 NOISE = "<｜place▁holder▁no▁0｜>"
@@ -48,13 +50,13 @@ def token_list(vocab_size: int) -> list[str]:
     Raises ValueError unless 277 <= vocab_size <= 1077.
     """
     fixed = [BOS, EOS, PAD, *byte_letters(), IMAGE, NOISE, *MARKERS]
-    tokens = fixed + list(itertools.islice(_pieces(), max(0, vocab_size - len(fixed))))
-    if len(tokens) != vocab_size:
+    tokens = fixed + list(_pieces())
+    if not len(fixed) <= vocab_size <= len(tokens):
         raise ValueError(
-            f"vocab_size: {vocab_size} is not between {len(fixed)} and {len(tokens)}. "
+            f"vocab_size: {shorten(vocab_size)} is not between {len(fixed)} and {len(tokens)}. "
             "Choose one of a preset."
         )
-    return tokens
+    return tokens[:vocab_size]
 
 
 def write_tokenizer(folder: Path, vocab_size: int, max_length: int) -> dict[str, int]:

@@ -73,6 +73,22 @@ def compressed_vocab(tokenizer_json: str | Path, vocab_size: int) -> np.ndarray:
     return result
 
 
+def checked_vocab(cfg: "ModelConfig", tokenizer_json: str | Path) -> np.ndarray:
+    """`compressed_vocab`, after checking that it has as many classes as the config says.
+
+    Another tokenizer would hash every n-gram to other rows, without any other sign.
+    """
+    vocab = compressed_vocab(tokenizer_json, cfg.vocab_size)
+    classes = int(vocab.max()) + 1
+    if classes != cfg.engram_compressed_vocab_size:
+        raise ValueError(
+            f"{tokenizer_json}: {classes} classes of tokens, the config's"
+            f" text_config.engram_compressed_vocab_size is {cfg.engram_compressed_vocab_size}."
+            " Use the tokenizer.json that came with the checkpoint."
+        )
+    return vocab
+
+
 def multipliers(cfg: "ModelConfig") -> np.ndarray:
     """int64 [Engram layers, engram_max_ngram_size]: odd factors, newest token first.
 

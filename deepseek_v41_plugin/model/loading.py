@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from .. import checkpoint
+from ..checkpoint.stream import stream
 from .engram import NgramHash
-from .engram_hash import compressed_vocab
+from .engram_hash import checked_vocab
 from .engram_table import EngramTable
 from .model import Model
 
@@ -24,16 +25,15 @@ _NOT_TEXT = ("vision.", "aligner.", "image_")
 def load_checkpoint(model: Model, directory: Path) -> None:
     """Check every header, then stream the shards into the model and map the Engram tables.
 
-    Raises `checkpoint.CheckpointError` before any tensor is read.  The peak is the model plus what
+    Raises `checkpoint.CheckpointError`, or ValueError for a wrong tokenizer.json, before any tensor is read.  The peak is the model plus what
     is mapped of one shard.
     """
     index = checkpoint.read_index(directory)
     checkpoint.validate(model.cfg, directory, index)
-    load(model, checkpoint.stream(index, is_parameter))
     cfg = model.cfg
-    if not cfg.engram_layer_ids:
-        return
-    model.ngram_hash = NgramHash(cfg, compressed_vocab(directory / "tokenizer.json", cfg.vocab_size))
+    if cfg.engram_layer_ids:
+        model.ngram_hash = NgramHash(cfg, checked_vocab(cfg, directory / "tokenizer.json"))
+    load(model, stream(index, is_parameter))
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
         weight, scale = (index[f"layers.{layer}.engram.embed.{kind}"] for kind in ("weight", "scale"))
         model.layers[layer].engram.table = EngramTable.open(
@@ -46,22 +46,16 @@ def is_parameter(name: str) -> bool:
     return not name.startswith((*_NOT_TEXT, "mtp.")) and ".engram.embed." not in name
 
 
-def load(model: Model, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
-    """Copy each tensor into its place (a rank's part of it); returns the checkpoint names used.
+def load(model: Model, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy each tensor into its place, this rank's part of it; another rank's experts are left out.
 
-    Tensors stay mapped until copied, so that the peak is the model plus what the host's reader
-    holds.  Names and shapes were checked before (`checkpoint.validate`).
+    Names, shapes and dtypes were checked before (`checkpoint.validate`).
     """
     parameters = dict(model.named_parameters())
-    loaded = set()
     for name, tensor in weights:
-        if not is_parameter(name):
-            continue
         place = _place(model, parameters, name)
         if place is not None:
             _copy(*place, tensor)
-        loaded.add(name)
-    return loaded
 
 
 def _place(model: Model, parameters: dict[str, nn.Parameter], name: str):

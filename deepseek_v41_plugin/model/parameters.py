@@ -20,14 +20,14 @@ class Fp8Linear(nn.Module):
     """`weight` E4M3 [out, in] and `scale` E8M0 bytes [out/32, in/32]; this rank's part of them."""
 
     def __init__(self, out_features: int, in_features: int, settings: Settings,
-                 shard_dim: int | None = None, quantize: bool = True):
+                 shard_dim: int | None = None):
         super().__init__()
         size = [out_features, in_features]
         if shard_dim is not None:
             size[shard_dim] //= settings.shards.size
         self.weight = raw(tuple(size), torch.float8_e4m3fn, shard_dim)
         self.scale = raw((-(-size[0] // 32), -(-size[1] // 32)), torch.uint8, shard_dim)
-        self.quantize = quantize and settings.activation_quant
+        self.quantize = settings.activation_quant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out] in x's dtype."""

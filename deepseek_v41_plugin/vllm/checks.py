@@ -11,6 +11,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from .. import checkpoint
 from ..config import ModelConfig
+from ..model.engram_hash import checked_vocab
 from ..model.settings import shards_problem
 from .hf_config import model_config_of
 from .options import Options
@@ -42,13 +43,15 @@ class DeepseekV41Checks(VerifyAndUpdateConfig):
             logger.info("DeepSeek-V4.1 runs eagerly: the plugin's kernels cannot be captured in graphs yet")
         if not vllm_config.use_v2_model_runner:
             raise Unsupported(
-                "model runner: V1 keeps no token history for Engram. Unset VLLM_USE_V2_MODEL_RUNNER"
-                " (and DSV41_CPU_SETUP on a CPU host), see `dsv41 doctor`"
+                "model runner: V1 keeps no token history for Engram. Unset VLLM_USE_V2_MODEL_RUNNER; on a CPU"
+                " host also DSV41_CPU_SETUP, and name dsv41_cpu if VLLM_PLUGINS is set"
             )
         directory = Path(vllm_config.model_config.model)
         if directory.is_dir() and vllm_config.load_config.load_format != "dummy":
             for name in checkpoint.validate(cfg, directory):
                 logger.warning("Tensor %s is not part of DeepSeek-V4.1 and is ignored", name)
+            if cfg.engram_layer_ids:
+                checked_vocab(cfg, directory / "tokenizer.json")
 
 
 def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
@@ -67,6 +70,10 @@ def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
 def check_features(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.dtype not in DTYPES:
         raise Unsupported(f"dtype: {vllm_config.model_config.dtype} has too little range. Use bfloat16 or float32")
+    if vllm_config.model_config.runner_type != "generate":
+        raise Unsupported(f"runner: {vllm_config.model_config.runner_type} is not supported. Use generate")
+    if vllm_config.model_config.enable_prompt_embeds:
+        raise Unsupported("enable_prompt_embeds: Engram needs token ids. Remove it")
     if vllm_config.model_config.quantization is not None:
         raise Unsupported(f"quantization: {vllm_config.model_config.quantization} cannot be applied to DeepSeek-V4.1's own formats. Remove --quantization")
     block = vllm_config.cache_config.block_size

@@ -16,7 +16,7 @@ class OptionError(ValueError):
 class Options:
     """The plugin's options under `additional_config["dsv41"]`.
 
-    exact: activations in float64 (for tests; about twice the memory of float32).
+    exact: activations in float64, whatever --dtype says; for tests.
     activation_quant: round the inputs of FP8 Linears and experts to FP8, as in training.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .scalar import (
-    E2M1_MAX, E4M3_MAX, ceil_log2, e2m1_codes, e2m1_values, e4m3, e8m0_decode, e8m0_encode, pow2,
+    E2M1_MAX, E4M3_MAX, ceil_log2, e2m1_codes, e2m1_values, e4m3, e8m0_decode, pow2, unpack_nibbles, widened,
 )
 
 FP8_BLOCK = 32
@@ -35,7 +35,8 @@ def fp8_dequantize(q: torch.Tensor, exponent: torch.Tensor, dtype: torch.dtype) 
 
 def round_fp8(x: torch.Tensor) -> torch.Tensor:
     """x as the FP8 Linears and the window cache see it; same shape and dtype."""
-    return fp8_dequantize(*fp8_quantize(_at_least_f32(x)), dtype=_at_least_f32(x).dtype).to(x.dtype)
+    wide = widened(x)
+    return fp8_dequantize(*fp8_quantize(wide), dtype=wide.dtype).to(x.dtype)
 
 
 def global_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,8 +77,6 @@ def dense_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
 
 def expert_weight(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """E2M1 pairs [..., o, i/2] under E8M0 bytes [..., o, i/32] -> [..., o, i] in `dtype` (exact in bf16)."""
-    from .scalar import unpack_nibbles
-
     values = _blocks(e2m1_values(unpack_nibbles(packed), dtype), 32)
     return (values * e8m0_decode(scale, dtype)[..., None]).flatten(-2)
 
@@ -85,12 +84,3 @@ def expert_weight(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype)
 def scaled_rows(q: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """E4M3 rows [..., n] under E8M0 bytes [..., n/32] -> [..., n] in `dtype`: the Engram table's format."""
     return (_blocks(q.to(dtype), 32) * e8m0_decode(scale, dtype)[..., None]).flatten(-2)
-
-
-def exponent_bytes(exponent: torch.Tensor) -> torch.Tensor:
-    """Exponents -> E8M0 bytes, as the records store them."""
-    return e8m0_encode(exponent)
-
-
-def _at_least_f32(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from . import blocks
-from .scalar import E4M3_MAX, ceil_log2, e4m3, e8m0_decode, pack_nibbles, pow2, unpack_nibbles
+from .scalar import E4M3_MAX, ceil_log2, e4m3, e8m0_decode, e8m0_encode, pack_nibbles, pow2, unpack_nibbles, widened
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class WindowRecord(Record):
         super().__init__("window", dim, dim + dim // blocks.FP8_BLOCK)
 
     def encode(self, x):
-        q, exponent = blocks.fp8_quantize(_wide(x))
-        return torch.cat((q.view(torch.uint8), blocks.exponent_bytes(exponent)), -1)
+        q, exponent = blocks.fp8_quantize(widened(x))
+        return torch.cat((q.view(torch.uint8), e8m0_encode(exponent)), -1)
 
     def decode(self, record, dtype):
         q, scale = record[..., : self.dim].contiguous(), record[..., self.dim :]
@@ -53,7 +53,7 @@ class GlobalRecord(Record):
         super().__init__("global", dim, dim // 2 + dim // blocks.GLOBAL_BLOCK)
 
     def encode(self, x):
-        codes, scale = blocks.global_quantize(_wide(x))
+        codes, scale = blocks.global_quantize(widened(x))
         return torch.cat((pack_nibbles(codes), scale.view(torch.uint8)), -1)
 
     def decode(self, record, dtype):
@@ -69,8 +69,8 @@ class IndexRecord(Record):
         super().__init__("index", dim, dim // 2 + dim // blocks.INDEX_BLOCK)
 
     def encode(self, x):
-        codes, exponent = blocks.index_quantize(_wide(x))
-        return torch.cat((pack_nibbles(codes), blocks.exponent_bytes(exponent)), -1)
+        codes, exponent = blocks.index_quantize(widened(x))
+        return torch.cat((pack_nibbles(codes), e8m0_encode(exponent)), -1)
 
     def decode(self, record, dtype):
         codes = unpack_nibbles(record[..., : self.dim // 2])
@@ -90,13 +90,13 @@ class Fp8RopeRecord(Record):
         super().__init__("fp8_rope", dim, self.plain + 2 * rope + -(-self.groups // 8) * 8)
 
     def encode(self, x):
-        x = _wide(x)
+        x = widened(x)
         plain = torch.nn.functional.pad(x[..., : self.plain], (0, self.groups * 64 - self.plain))
         plain = plain.unflatten(-1, (self.groups, 64))
         exponent = ceil_log2(plain.abs().amax(-1).clamp(min=1e-4) / E4M3_MAX)
         q = e4m3(plain * pow2(-exponent, x.dtype)[..., None]).flatten(-2)[..., : self.plain].contiguous()
         rope = x[..., self.plain :].to(torch.bfloat16).contiguous()
-        scales = torch.nn.functional.pad(blocks.exponent_bytes(exponent), (0, self.width - self.plain - 2 * self.rope - self.groups))
+        scales = torch.nn.functional.pad(e8m0_encode(exponent), (0, self.width - self.plain - 2 * self.rope - self.groups))
         return torch.cat((q.view(torch.uint8), rope.view(torch.uint8), scales), -1)
 
     def decode(self, record, dtype):
@@ -113,7 +113,7 @@ class Fp8IndexRecord(Record):
         super().__init__("fp8_index", dim, dim + 4)
 
     def encode(self, x):
-        x = _wide(x)
+        x = widened(x)
         exponent = ceil_log2(x.abs().amax(-1, keepdim=True).clamp(min=1e-4) / E4M3_MAX)
         q = e4m3(x * pow2(-exponent, x.dtype))
         return torch.cat((q.view(torch.uint8), pow2(exponent, torch.float32).view(torch.uint8)), -1)
@@ -141,7 +141,3 @@ def cache_format(name: str, head_dim: int, rope_dim: int, index_dim: int) -> Cac
     if name == "auto":
         return CacheFormat(WindowRecord(head_dim), GlobalRecord(head_dim), IndexRecord(index_dim))
     raise ValueError(f"cache format {name!r} is unknown. Use auto or fp8_ds_mla")
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -29,6 +29,11 @@ def _e8m0_values(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64).to(dtype).to(device)
 
 
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or as it is when it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def ceil_log2(x: torch.Tensor) -> torch.Tensor:
     """ceil(log2(x)) of positive x as int32, exact: frexp gives x = m * 2^e with m in [0.5, 1)."""
     mantissa, exponent = torch.frexp(x)

@@ -115,6 +115,8 @@ OPTIONS = {
     "ranks": ({"tensor_parallel_size": 3}, "tensor_parallel_size"),
     "KV type": ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype"),
     "LoRA": ({"enable_lora": True}, "enable_lora"),
+    "pooling": ({"runner": "pooling"}, "runner: pooling"),
+    "embeddings": ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
     "float16": ({"dtype": "float16"}, "dtype: torch.float16"),
     "context ranks": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size",
