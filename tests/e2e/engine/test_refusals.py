@@ -38,7 +38,14 @@ def refused(start, **options) -> str:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size: stages are not supported"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size: 3 does not divide num_attention_heads = 4"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size: 4 does not divide o_groups = 2"),
-        ({"block_size": 15}, "block_size: 15 is odd. Use an even number"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "decode_context_parallel_size: "),
+        ({"enable_dbo": True}, "enable_dbo: microbatches are not supported"),
+        ({"block_size": 15}, "block_size: 15 is not a multiple of 8. Use 16 or more"),
+        ({"block_size": 4}, "block_size: 4 is not a multiple of 8"),
+        ({"dtype": "float16"}, "dtype: torch.float16 has too little range. Use bfloat16 or float32"),
+        ({"runner": "pooling"}, "runner: pooling is not supported. Use generate"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds: Engram needs token ids"),
+        ({"speculative_config": {"method": "dspark", "num_speculative_tokens": 3}}, "method: dspark is not served"),
         ({"quantization": "fp8"}, "quantization: fp8 cannot be applied"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype: fp8 is not supported. "),
         ({"enable_lora": True}, "enable_lora: LoRA is not supported"),
@@ -51,6 +58,20 @@ def refused(start, **options) -> str:
 )
 def test_options(start, options, message):
     assert message in refused(start, **options)
+
+
+def test_model_runner_v1(start, monkeypatch):
+    # Set where vLLM reads it: a running engine has made it remember the environment.
+    monkeypatch.setattr("vllm.envs.VLLM_USE_V2_MODEL_RUNNER", False)
+    assert "model runner: V1 keeps no token history for Engram" in refused(start)
+
+
+def test_the_undamaged_one_is_accepted_and_runs_eagerly(checkpoint):
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(model=str(checkpoint), block_size=16, max_model_len=512).create_engine_config()
+    assert config.model_config.architecture == "DeepseekV41ForCausalLM"
+    assert config.model_config.enforce_eager, "the plain kernels cannot be captured in graphs"
 
 
 @pytest.fixture
@@ -78,6 +99,20 @@ def edit(path: Path, change) -> None:
 def test_config(start, copy, change, message):
     edit(copy / "config.json", lambda config: change(config["text_config"]))
     assert message in refused(start, model=str(copy))
+
+
+def test_v4_architecture(start, copy):
+    edit(copy / "config.json", lambda config: config.update(architectures=["DeepseekV4ForCausalLM"]))
+    assert "architectures: " in refused(start, model=str(copy))
+
+
+def test_wrong_tokenizer(start, copy):
+    def shrink(content):
+        content["added_tokens"], content["model"]["vocab"] = [], {"a": 0, "b": 1}
+
+    edit(copy / "tokenizer.json", shrink)
+    said = refused(start, model=str(copy))
+    assert "tokenizer.json: " in said and "engram_compressed_vocab_size" in said
 
 
 def test_missing_tensor(start, copy):
