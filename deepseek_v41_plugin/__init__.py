@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V4.1 for vLLM: one model core, a thin adapter to the host."""
 
 from pathlib import Path

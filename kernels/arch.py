@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The machine, read in one place: device, compute capability, memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Addressing of the host's paged caches: uint8 (or float) tensors [blocks, states, width]."""
 
 from __future__ import annotations

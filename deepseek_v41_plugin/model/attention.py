@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Window + compressed attention with sinks, inverse RoPE and a grouped output.  (v41-facts 4)"""
 
 from __future__ import annotations

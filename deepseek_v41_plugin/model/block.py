@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One layer: Engram at its entry, then attention and MoE on the multi-copy stream."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tokens into compressed rows and index keys.  (v41-facts 4.4, 4.5)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Engram: n-gram hash memory added to the stream at a layer's entry.  (v41-facts 6)"""
 
 from __future__ import annotations

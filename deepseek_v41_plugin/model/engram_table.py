@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The n-gram table: mapped from its shard, shared by every process of the node, never read whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which compressed rows a layer reads.  (v41-facts 4.5)"""
 
 from __future__ import annotations

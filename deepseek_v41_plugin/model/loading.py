@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A checkpoint into the model: tensors one at a time, Engram tables mapped where they lie."""
 
 from __future__ import annotations

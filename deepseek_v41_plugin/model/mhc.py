@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mHC parameters of one sublayer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The text model: token ids in, final hidden states and logits out."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The mixture of experts of one layer.  (v41-facts 5)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Parameters in the checkpoint's own formats, and how a tensor parallel rank cuts them."""
 
 from __future__ import annotations

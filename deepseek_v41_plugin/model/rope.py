@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rotary embedding on the last dims, in interleaved pairs.  (v41-facts 4.2)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the host decides about a model: dtype, shards, record formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One forward step as the layers see it: rows of many requests, and the host's pages."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How many drafts to verify: pure policy, no host and no stream.
 
     profile   cost curves and calibration on disk        budget     the step's total, on the CPU

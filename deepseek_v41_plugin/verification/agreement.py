@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One decision for a group of ranks: a pure function of what they exchange.
 
 Data-parallel ranks with shared experts run in lockstep: the step lasts as long as the rank with the

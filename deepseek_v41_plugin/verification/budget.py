@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The step's total number of verified drafts, chosen on the CPU before the fresh confidences are known."""
 
 from __future__ import annotations

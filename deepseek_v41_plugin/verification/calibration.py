@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Temperatures of the draft's confidences, one a draft position, fitted from what was accepted.
 
 sigma(c_i / tau_i) shall be P(draft i accepted | drafts before it accepted)  (v41-facts 8.5).  So

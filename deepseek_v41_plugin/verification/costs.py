@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a step costs: the target over its rows, the draft over its requests, the trimming of a batch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A measured cost as a function of one size: piecewise linear, never falling, padded where graphs pad."""
 
 from __future__ import annotations

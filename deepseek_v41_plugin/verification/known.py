@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Last-known confidences by request slot, read at a fixed age so that every rank reads the same ones."""
 
 from __future__ import annotations

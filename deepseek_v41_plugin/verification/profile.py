@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cost curves and calibration on disk, tied to the hardware and configuration they were measured on.
 
     {"format": 1, "identity": {...}, "verify": {"points": [[rows, ms], ...], "pads": [...]},

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users see of drafting: counts that only grow, for the host's metrics."""
 
 from __future__ import annotations

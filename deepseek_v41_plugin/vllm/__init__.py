@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """vLLM adapter.  `register` is the `vllm.general_plugins` entry point, run in every process."""
 
 from __future__ import annotations

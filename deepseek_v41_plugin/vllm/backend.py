@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The attention backend: what the host must know, and each step's metadata."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The model's caches as the host sees them: one layer object per cache, with its spec."""
 
 from __future__ import annotations

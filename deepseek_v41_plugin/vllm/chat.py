@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Chat requests: add_generation_prompt and continue_final_message honoured, images refused by name.
 
 The host's V4.1 tokenizer accepts both flags and ignores them; for a text-only model its answer to an

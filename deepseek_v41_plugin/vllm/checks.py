@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is refused before a weight is read, and what the host is told about the model."""
 
 from __future__ import annotations

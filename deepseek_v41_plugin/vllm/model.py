@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DeepseekV41ForCausalLM: the model as vLLM's runner drives it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What users set: DSV41_IMPL, and `--additional-config '{"dsv41": {...}}'`."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Entry point `vllm.platform_plugins`: readies a CPU host for Model Runner V2, picks no platform.
 
 vLLM calls it in every process while it resolves its platform, which is before it first imports

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Per-request state beyond the caches: the token history that Engram's n-grams look back into."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The entry "cpu" in Triton's table of backends that vLLM looks for: Triton's interpreter.
 
 Importing this module imports Triton, so TRITON_INTERPRET=1 must be in the environment by then.

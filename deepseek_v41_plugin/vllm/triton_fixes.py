@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Repairs to Triton's interpreter where it differs from the compiler.
 
 Importing this module imports Triton, so TRITON_INTERPRET=1 must be in the environment by then.

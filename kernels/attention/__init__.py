@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sparse attention of one latent (K = V) over window and compressed rows, with a sink."""
 
 from ..registry import op

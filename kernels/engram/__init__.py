@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The gate that adds n-gram memory to the residual stream."""
 
 from ..registry import op

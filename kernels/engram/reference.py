@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of the Engram gate.  (v41-facts 6, point 6)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Number formats of V4.1: E4M3 and E2M1 values under E8M0 or E4M3 block scales.
 
 | what                 | values     | block   | scale        | bytes for 512 / 128 dims |

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block-scaled rows: quantise to (codes, scales) and back; `round_*` do both at once."""
 
 from __future__ import annotations

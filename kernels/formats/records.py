@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cache records: one row of bytes a token (window) or a compressed row (global KV, index key)."""
 
 from __future__ import annotations

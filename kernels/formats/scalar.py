@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scalar codecs: E8M0 scales, E4M3 bytes, E2M1 nibbles."""
 
 from __future__ import annotations

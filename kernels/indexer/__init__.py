@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which compressed rows a query attends to: scores, top-k, candidate blocks."""
 
 from ..registry import op

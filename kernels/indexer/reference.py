@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of the indexer.  (v41-facts 4.5)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Dense Linears over E4M3 weights with 32 x 32 E8M0 scales."""
 
 from ..registry import op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of the FP8 Linear."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Multi-copy residual stream (mHC): mixes, collapse into a sublayer, expansion out of it."""
 
 from ..registry import op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of mHC.  (v41-facts 3)"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Routing and the MXFP4 experts."""
 
 from ..registry import op

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of the MoE.  (v41-facts 5)"""
 
 from __future__ import annotations

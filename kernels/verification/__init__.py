@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which drafts are verified, and the batch that is left: on the device, without a host sync."""
 
 from ..registry import op

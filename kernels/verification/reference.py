@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The plain form of trimming a batch to a budget of verified drafts.  (v41-facts 8.5)
 
 No value is read back to the host: every shape follows from arguments the host knows.  Twins must
