@@ -18,7 +18,6 @@ rows, 16384 candidate rows).  Each is read whole (prefill) and continued greedil
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import os
 import random
@@ -27,6 +26,7 @@ import time
 from pathlib import Path
 
 import torch
+from rows import append
 
 LENGTHS = (3, 40, 127, 128, 129, 130, 257, 640, 1100, 1500)
 LONG = 17000
@@ -159,12 +159,7 @@ def report(args: argparse.Namespace) -> None:
             print(f"    {len(x['prompt']):6d} tokens: top-1 {100 * top:.2f} %, |d| median {d.median():.2e}, max {d.max():.2e}")
     if args.csv:
         stamp = dict(item.split("=", 1) for item in args.stamp)
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*stamp, *table[0]])
-            if new:
-                writer.writeheader()
-            writer.writerows(stamp | line for line in table)
+        append(args.csv, [stamp | line for line in table])
 
 
 def main() -> None:

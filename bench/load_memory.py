@@ -13,12 +13,10 @@ resident, and how much of that is shared.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import multiprocessing
 import os
 import platform
-import subprocess
 import tempfile
 import threading
 import time
@@ -27,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rows import append, commit
 
 from deepseek_v41_plugin import checkpoint
 from deepseek_v41_plugin.config import ModelConfig
@@ -118,7 +117,7 @@ def main() -> None:
     above = peak.value - before - size
     row = {
         "date": date.today(), "device": platform.processor() or platform.machine(), "torch": torch.__version__,
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": commit(),
         "shards": len(shards), "largest_shard_mib": largest / MIB, "model_mib": size / MIB,
         "peak_above_model_mib": above / MIB,
     }
@@ -132,12 +131,7 @@ def main() -> None:
         print(f"{name:22s} {value:.2f}" if isinstance(value, float) else f"{name:22s} {value}")
     print("within one shard" if above <= largest else "MORE than one shard above the model")
     if args.csv:
-        new = not args.csv.exists()
-        with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
-            if new:
-                writer.writeheader()
-            writer.writerow({k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items()})
+        append(args.csv, [{k: f"{v:.2f}" if isinstance(v, float) else v for k, v in row.items()}])
 
 
 if __name__ == "__main__":

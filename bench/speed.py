@@ -12,14 +12,14 @@ The host runs as it starts by default, CUDA graphs on; ours has none yet.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import random
 import statistics
-import subprocess
 import time
 from datetime import date
 from pathlib import Path
+
+from rows import append, commit
 
 RUNS, LENGTH, STEPS = 5, 1024, 48
 
@@ -59,12 +59,7 @@ def main() -> None:
         }
         print("  ".join(map(str, row.values())), flush=True)
         if args.csv:
-            new = not args.csv.exists()
-            with args.csv.open("a", newline="") as file:
-                writer = csv.DictWriter(file, row)
-                if new:
-                    writer.writeheader()
-                writer.writerow(row)
+            append(args.csv, [row])
 
     record("start", "s", [start])
     seconds(8, 1)
@@ -74,11 +69,6 @@ def main() -> None:
         # The difference of a long and a short run leaves the decode steps alone.
         steps = [(seconds(requests, STEPS) - seconds(requests, 1)) / (STEPS - 1) * 1e3 for _ in range(RUNS)]
         record(f"decode {requests} requests at {LENGTH}", "ms/step", steps)
-
-
-def commit() -> str:
-    return os.environ.get("DSV41_COMMIT") or subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -34,7 +34,6 @@ class Op:
 
     name: str
     impls: tuple[Impl, ...]
-    doc: str = ""
     _chosen: dict[str, Impl] = field(default_factory=dict, repr=False)
 
     @property
@@ -88,5 +87,5 @@ def anywhere(device: torch.device) -> tuple[bool, str]:
 
 def op(name: str, reference: Callable, *faster: Impl) -> Op:
     """Register op `name`: its faster implementations first, then the plain torch one."""
-    OPS[name] = Op(name, (*faster, Impl("torch", reference, anywhere)), (reference.__doc__ or "").split("\n")[0])
+    OPS[name] = Op(name, (*faster, Impl("torch", reference, anywhere)))
     return OPS[name]

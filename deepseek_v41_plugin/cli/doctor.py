@@ -18,7 +18,7 @@ from .. import checkpoint
 from ..config import ModelConfig
 from ..kernels import arch
 from ..kernels.registry import OPS, OpError
-from ..model.engram_hash import checked_vocab
+from ..model.loading import check_checkpoint
 from ..model.settings import shards_problem
 
 OK, NOTE, BAD = "ok", "--", "BAD"
@@ -74,9 +74,8 @@ def check_host(report: Report) -> None:
     from ..vllm import hooks
     from ..vllm.options import OptionError
 
-    tested = ", ".join(hooks.TESTED_VERSIONS)
-    known = vllm.__version__.split("+")[0] in hooks.TESTED_VERSIONS
-    report(OK if known else NOTE, "host", f"vLLM {vllm.__version__}" + ("" if known else f": not tested, only {tested} are"))
+    problem = hooks.untested()
+    report(NOTE if problem else OK, "host", problem or f"vLLM {vllm.__version__}")
     try:
         plugin, why = hooks.wanted()
     except OptionError as error:
@@ -116,10 +115,7 @@ def check_model(report: Report, folder: Path, hardware: arch.Hardware, ranks: in
     """config.json, shard headers, and how the bytes fit."""
     try:
         cfg = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        entries = checkpoint.read_index(folder)
-        unknown = checkpoint.validate(cfg, folder, entries)
-        if cfg.engram_layer_ids:
-            checked_vocab(cfg, folder / "tokenizer.json")
+        entries, _, unknown = check_checkpoint(cfg, folder)
     except checkpoint.CheckpointError as error:
         report(BAD, "checkpoint", str(error))
         return

@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import checkpoint
 from ..checkpoint.stream import stream
+from ..config import ModelConfig
 from .engram import NgramHash
 from .engram_hash import checked_vocab
 from .engram_table import EngramTable
@@ -23,17 +24,29 @@ _MIXER = re.compile(r"(.*\.hc_(?:attn|ffn))_(fn|base|scale)$")
 _NOT_TEXT = ("vision.", "aligner.", "image_")
 
 
-def load_checkpoint(model: Model, directory: Path) -> None:
-    """Check every header, then stream the shards into the model and map the Engram tables.
+def check_checkpoint(
+    cfg: ModelConfig, directory: Path
+) -> tuple[dict[str, checkpoint.TensorEntry], np.ndarray | None, list[str]]:
+    """Everything that can be wrong with a folder, from headers and tokenizer.json alone.
 
-    Raises `checkpoint.CheckpointError`, or ValueError for a wrong tokenizer.json, before any tensor is read.  The peak is the model plus what
-    is mapped of one shard.
+    Returns its index, the compressed vocabulary (None without Engram) and the names of tensors that
+    nothing asks for.  Raises `checkpoint.CheckpointError`, or ValueError for a wrong tokenizer.json.
     """
     index = checkpoint.read_index(directory)
-    checkpoint.validate(model.cfg, directory, index)
+    unknown = checkpoint.validate(cfg, directory, index)
+    vocab = checked_vocab(cfg, directory / "tokenizer.json") if cfg.engram_layer_ids else None
+    return index, vocab, unknown
+
+
+def load_checkpoint(model: Model, directory: Path) -> None:
+    """`check_checkpoint`, then stream the shards into the model and map the Engram tables.
+
+    The peak is the model plus what is mapped of one shard.
+    """
     cfg = model.cfg
-    if cfg.engram_layer_ids:
-        model.ngram_hash = NgramHash(cfg, checked_vocab(cfg, directory / "tokenizer.json"))
+    index, vocab, _ = check_checkpoint(cfg, directory)
+    if vocab is not None:
+        model.ngram_hash = NgramHash(cfg, vocab)
     load(model, stream(index, is_parameter))
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
         weight, scale = (index[f"layers.{layer}.engram.embed.{kind}"] for kind in ("weight", "scale"))

@@ -8,6 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 
+def requests_of(start: list[int], device: torch.device) -> torch.Tensor:
+    """int64 [T]: the request of each row, from R+1 row offsets."""
+    lengths = torch.tensor(start, device=device).diff()
+    return torch.arange(len(start) - 1, device=device).repeat_interleave(lengths, output_size=start[-1])
+
+
 @dataclass
 class Rows:
     """T rows of R requests, each request's rows adjacent.

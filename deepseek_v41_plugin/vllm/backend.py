@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheLayout
 
-from ..model.step import Pages, Rows
+from ..model.step import Pages, Rows, requests_of
 
 
 @dataclass
@@ -41,8 +41,7 @@ class DeepseekV41MetadataBuilder(AttentionMetadataBuilder[DeepseekV41Metadata]):
         common = common_attn_metadata
         count = common.num_actual_tokens
         start = common.query_start_loc_cpu.tolist()
-        lengths = torch.tensor(start).diff().to(self.device)
-        requests = torch.arange(common.num_reqs, device=self.device).repeat_interleave(lengths, output_size=count)
+        requests = requests_of(start, self.device)
         rows = Rows(common.positions[:count].long(), requests, start, common.seq_lens_cpu_upper_bound.tolist())
         ring = isinstance(self.kv_cache_spec, CircularBufferSpec)
         slots = None if ring else common.slot_mapping[:count]

@@ -6,13 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from .. import checkpoint
 from ..config import ModelConfig
-from ..model.engram_hash import checked_vocab
+from ..model.loading import check_checkpoint
 from ..model.settings import shards_problem
 from .hf_config import model_config_of
 from .options import Options
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = init_logger(__name__)
-
-DTYPES = (torch.bfloat16, torch.float32)
 
 
 class Unsupported(ValueError):
@@ -49,10 +45,8 @@ class DeepseekV41Checks(VerifyAndUpdateConfig):
             )
         directory = Path(vllm_config.model_config.model)
         if directory.is_dir() and vllm_config.load_config.load_format != "dummy":
-            for name in checkpoint.validate(cfg, directory):
+            for name in check_checkpoint(cfg, directory)[2]:
                 logger.warning("Tensor %s is not part of DeepSeek-V4.1 and is ignored", name)
-            if cfg.engram_layer_ids:
-                checked_vocab(cfg, directory / "tokenizer.json")
 
 
 def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
@@ -69,7 +63,10 @@ def check_parallel(cfg: ModelConfig, vllm_config: VllmConfig) -> None:
 
 
 def check_features(vllm_config: VllmConfig) -> None:
-    if vllm_config.model_config.dtype not in DTYPES:
+    # Not at the top: plugins are registered before the host is ready for its attention modules.
+    from .backend import DeepseekV41Backend
+
+    if vllm_config.model_config.dtype not in DeepseekV41Backend.supported_dtypes:
         raise Unsupported(f"dtype: {vllm_config.model_config.dtype} has too little range. Use bfloat16 or float32")
     if vllm_config.model_config.runner_type != "generate":
         raise Unsupported(f"runner: {vllm_config.model_config.runner_type} is not supported. Use generate")
@@ -80,7 +77,7 @@ def check_features(vllm_config: VllmConfig) -> None:
     block = vllm_config.cache_config.block_size
     if block and block % 8:
         raise Unsupported(f"block_size: {block} is not a multiple of 8. Use 16 or more (a page holds whole words of every record)")
-    if vllm_config.cache_config.cache_dtype not in ("auto", "fp8_ds_mla"):
+    if vllm_config.cache_config.cache_dtype not in DeepseekV41Backend.supported_kv_cache_dtypes:
         raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Use auto (FP8 window, FP4 compressed rows and index keys) or fp8_ds_mla")
     if vllm_config.lora_config is not None:
         raise Unsupported("enable_lora: LoRA is not supported for DeepSeek-V4.1. Remove it")

@@ -90,7 +90,8 @@ def install() -> None:
     if not yes:
         logger.info("deepseek-v41-plugin: the host's model serves (%s)", why)
         return
-    warn_if_untested()
+    if problem := untested():
+        logger.warning("deepseek-v41-plugin: %s; `dsv41 doctor` checks the hooks", problem)
     missing = [problem for problem in (hook.find() for hook in HOOKS) if problem]
     if missing:
         raise RuntimeError("missing in this host: " + "; ".join(missing))
@@ -115,11 +116,10 @@ def install() -> None:
     logger.info("deepseek-v41-plugin serves %s (%s)", MODEL, why)
 
 
-def warn_if_untested() -> None:
+def untested() -> str | None:
+    """What to say of a host whose version the tests do not run on, or None."""
     import vllm
 
-    if vllm.__version__.split("+")[0] not in TESTED_VERSIONS:
-        logger.warning(
-            "deepseek-v41-plugin is tested with vLLM %s, this is %s; `dsv41 doctor` checks the hooks",
-            ", ".join(TESTED_VERSIONS), vllm.__version__,
-        )
+    if vllm.__version__.split("+")[0] in TESTED_VERSIONS:
+        return None
+    return f"vLLM {vllm.__version__} is not tested, only {', '.join(TESTED_VERSIONS)} are"

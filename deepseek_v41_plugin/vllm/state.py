@@ -10,6 +10,8 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.states import RequestState
 
+from ..model.step import requests_of
+
 
 class DeepseekV41ModelState(DefaultModelState):
     """Adds `ngrams` int [T, n] to the model's inputs: each row's token and its predecessors.
@@ -46,15 +48,14 @@ def gather_ngrams(
     """
     out = torch.full((input_ids.shape[0], n), -1, dtype=torch.int64, device=input_ids.device)
     count = start[-1]
-    offsets = torch.tensor(start, device=input_ids.device)
-    req = torch.arange(len(start) - 1, device=input_ids.device)
-    req = req.repeat_interleave(offsets.diff(), output_size=count)
+    req = requests_of(start, input_ids.device)
     row = torch.arange(count, device=input_ids.device)
-    first = offsets[:-1][req]
+    first = torch.tensor(start, device=input_ids.device)[req]
+    state = states.long()[req]
     at = positions[:count].long()
     for back in range(n):
         inside = row - back >= first
         here = input_ids[(row - back).clamp(min=0)].long()
-        older = history[states.long()[req], (at - back).clamp(min=0)].long()
+        older = history[state, (at - back).clamp(min=0)].long()
         out[:count, back] = torch.where(at >= back, torch.where(inside, here, older), -1)
     return out

@@ -65,19 +65,15 @@ def index_quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return e2m1_codes(b * pow2(-exponent, b.dtype)[..., None]).flatten(-2), exponent
 
 
-def index_dequantize(codes: torch.Tensor, exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Inverse of `index_quantize`, in `dtype`."""
-    return (_blocks(e2m1_values(codes, dtype), INDEX_BLOCK) * pow2(exponent, dtype)[..., None]).flatten(-2)
-
-
 def dense_weight(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """E4M3 [o, i] under E8M0 bytes [ceil(o/32), ceil(i/32)] -> [o, i] in `dtype` (exact in bf16)."""
     s = e8m0_decode(scale, dtype).repeat_interleave(32, 0)[: weight.shape[0]]
     return weight.to(dtype) * s.repeat_interleave(32, 1)[:, : weight.shape[1]]
 
 
-def expert_weight(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """E2M1 pairs [..., o, i/2] under E8M0 bytes [..., o, i/32] -> [..., o, i] in `dtype` (exact in bf16)."""
+def mxfp4_rows(packed: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """E2M1 pairs [..., n/2] under E8M0 bytes [..., n/32] -> [..., n] in `dtype` (exact in bf16): the
+    format of expert weights and index keys."""
     values = _blocks(e2m1_values(unpack_nibbles(packed), dtype), 32)
     return (values * e8m0_decode(scale, dtype)[..., None]).flatten(-2)
 

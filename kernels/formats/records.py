@@ -74,9 +74,7 @@ class IndexRecord(Record):
         return torch.cat((pack_nibbles(codes), e8m0_encode(exponent)), -1)
 
     def decode(self, record, dtype):
-        codes = unpack_nibbles(record[..., : self.dim // 2])
-        exponent = record[..., self.dim // 2 :].to(torch.int32) - 127
-        return blocks.index_dequantize(codes, exponent, dtype)
+        return blocks.mxfp4_rows(record[..., : self.dim // 2], record[..., self.dim // 2 :], dtype)
 
 
 class Fp8RopeRecord(Record):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..formats.blocks import expert_weight, round_fp8
+from ..formats.blocks import mxfp4_rows, round_fp8
 
 
 def route(
@@ -48,10 +48,10 @@ def experts(
         if not 0 <= local < w13.shape[0]:
             continue
         row, slot = torch.where(ids == e)
-        gate, up = (q[row] @ expert_weight(w13[local], w13_scale[local], x.dtype).T).chunk(2, -1)
+        gate, up = (q[row] @ mxfp4_rows(w13[local], w13_scale[local], x.dtype).T).chunk(2, -1)
         h = (swiglu(gate.to(acc), up.to(acc), limit) * weights[row, slot, None].to(acc)).to(x.dtype)
         if quantize:
             h = round_fp8(h)
-        y = h @ expert_weight(w2[local], w2_scale[local], x.dtype).T
+        y = h @ mxfp4_rows(w2[local], w2_scale[local], x.dtype).T
         out.index_add_(0, row, y.to(acc))
     return out

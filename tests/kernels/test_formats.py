@@ -73,7 +73,7 @@ def test_weights_under_block_scales(run_rng):
         assert got[o, i] == weight[o, i].double() * 2.0 ** (int(scale[o // 32, i // 32]) - 127)
     packed = torch.randint(0, 256, (5, 32), dtype=torch.uint8)
     scale = torch.randint(110, 130, (5, 2), dtype=torch.uint8)
-    got = blocks.expert_weight(packed, scale, torch.float64)
+    got = blocks.mxfp4_rows(packed, scale, torch.float64)
     for o, k in ((0, 0), (1, 1), (3, 33), (4, 63)):
         code = int(packed[o, k // 2]) >> (4 * (k % 2)) & 15
         value = (-1) ** (code >> 3) * scalar.E2M1_GRID[code & 7]
