@@ -100,6 +100,16 @@ class ModelConfig:
     layers: tuple[LayerPlan, ...]
     engram_primes: tuple[tuple[tuple[int, ...], ...], ...]
 
+    @property
+    def engram_columns(self) -> int:
+        """Table rows that a token reads in one Engram layer: a head each for every order of n-gram."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads
+
+    @property
+    def last_kv_source(self) -> int | None:
+        """The layer behind which nothing is kept of a row but its window KV (v41-facts 10.1)."""
+        return max(self.kv_source_layer_ids, default=None)
+
     @classmethod
     def from_hf(cls, raw: dict[str, Any]) -> "ModelConfig":
         """Parse the nested config.json; raises ConfigError on the first field that is

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert placement and rebalancing. Empty so far: nothing here moves experts yet."""
+"""Expert parallel load balancing: where experts go, when, and how they get there. Knows no host."""

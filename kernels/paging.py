@@ -3,9 +3,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .formats.records import Record
+
+
+class Paged(NamedTuple):
+    """A paged cache as kernels address it: row j of request r lies in block block_table[r, j // states] at j % states.
+
+    cache uint8 [blocks, states, width] (blocks may be padded: strides count); block_table int32 [R, n];
+    states: the tokens or rows that a block holds.
+    """
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    states: int
 
 
 def slots_of(block_table: torch.Tensor, req: torch.Tensor, rows: torch.Tensor, states: int) -> torch.Tensor:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -18,11 +20,15 @@ class OpError(RuntimeError):
 
 @dataclass(frozen=True)
 class Impl:
-    """One implementation of an op. `supported(device) -> (bool, reason when False)`."""
+    """One implementation of an op. `supported(device) -> (bool, reason when False)`.
+
+    graphs: whether a CUDA graph can hold it: it reads nothing back, and its shapes follow from its arguments' alone.
+    """
 
     name: str
     fn: Callable
     supported: Supported
+    graphs: bool = True
 
 
 @dataclass
@@ -85,7 +91,23 @@ def anywhere(device: torch.device) -> tuple[bool, str]:
     return True, ""
 
 
-def op(name: str, reference: Callable, *faster: Impl) -> Op:
-    """Register op `name`: its faster implementations first, then the plain torch one."""
-    OPS[name] = Op(name, (*faster, Impl("torch", reference, anywhere)))
+def with_triton(device: torch.device) -> tuple[bool, str]:
+    """Kernels in Triton run on GPUs."""
+    if device.type != "cuda":
+        return False, "Triton needs a GPU; its interpreter on the CPU is for tests"
+    return (True, "") if find_spec("triton") else (False, "Triton is not installed: pip install triton")
+
+
+def triton(module: str, name: str, supported: Supported = with_triton) -> Impl:
+    """`name` of `module`, which imports Triton and is imported when first asked for: where nothing needs it, it need not be there."""
+
+    def run(*args, **kwargs):
+        return getattr(import_module(module), name)(*args, **kwargs)
+
+    return Impl("triton", run, supported)
+
+
+def op(name: str, reference: Callable, *faster: Impl, graphs: bool = True) -> Op:
+    """Register op `name`: its faster implementations first, then the plain torch one (graphs: whether that may be captured)."""
+    OPS[name] = Op(name, (*faster, Impl("torch", reference, anywhere, graphs)))
     return OPS[name]

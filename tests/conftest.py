@@ -22,6 +22,27 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(f"To repeat the random inputs of this run: DSV41_TEST_SEED={SEED}")
 
 
+def pytest_configure(config):
+    """The processes of pytest-xdist draw from one seed."""
+    os.environ["DSV41_TEST_SEED"] = str(SEED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """One process for each file, whose fixtures are its own, and one for all files that share the server.
+
+    pytest-xdist's own groups are names behind a test's id, which pytest 9.2 does not let it change.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::")[0]
+            return "server" if "e2e/server/" in file else file
+
+    return ByFile(config, log)
+
+
 @pytest.fixture(scope="session")
 def run_seed() -> int:
     return SEED

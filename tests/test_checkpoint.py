@@ -27,11 +27,14 @@ def load_config(folder):
     return ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
 
 
+@pytest.fixture(autouse=True)
+def repeatable(run_rng):
+    random.seed(run_rng.getrandbits(32))
+
+
 @pytest.fixture(scope="module")
-def intact(tmp_path_factory):
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    return write_tiny(tmp_path_factory.mktemp("ckpt") / "intact", seed=seed)
+def intact(tmp_path_factory, run_seed):
+    return write_tiny(tmp_path_factory.mktemp("ckpt") / "intact", seed=run_seed)
 
 
 @pytest.fixture

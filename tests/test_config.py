@@ -3,7 +3,6 @@
 
 import copy
 import json
-import random
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 
@@ -86,11 +85,8 @@ def test_released_primes(released):
     assert sums == (384006168, 384016682)
 
 
-def test_primes_against_trial_division():
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    rng = random.Random(seed)
-    sample = list(range(-2, 500)) + [rng.randrange(500, 1 << 20) for _ in range(500)]
+def test_primes_against_trial_division(run_rng):
+    sample = list(range(-2, 500)) + [run_rng.randrange(500, 1 << 20) for _ in range(500)]
     for n in sample:
         plain = n >= 2 and all(n % d for d in range(2, int(n**0.5) + 1))
         assert is_prime(n) == plain, n

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The core on paged caches without a host: whatever way a sequence is cut, the reference's logits."""
 
-import random
-
 import pytest
 import torch
 
 from deepseek_v41_plugin.cli.tiny import write_tiny
 from deepseek_v41_plugin.model.model import Model
 from tests import pager
-from tests.core import load_core
+from tests.core import load_core, random_ids
 from tests.reference import ReferenceModel
 
 # Both sides are float64 and differ in summation order; measured 1e-13 on logits of size 20.
@@ -34,11 +32,6 @@ def model(folder) -> Model:
     return load_core(folder)
 
 
-def random_ids(rng: random.Random, model: Model, length: int) -> list[int]:
-    ids = [i for i in range(model.cfg.vocab_size) if i != model.cfg.image_token_id]
-    return rng.choices(ids, k=length)
-
-
 def feed(host: pager.Pager, chunks: dict[int, list[int]], logits: dict[int, list]) -> None:
     for request, rows in host.run(chunks).items():
         logits.setdefault(request, []).append(rows)
@@ -54,7 +47,7 @@ def check(got: torch.Tensor, want: torch.Tensor, where: str) -> None:
 @pytest.mark.parametrize("block", [2, 8, 16])
 def test_every_cut(model, reference, run_rng, block):
     """All 39 ways to cut 40 tokens into two chunks, side by side in one batch, then decoding."""
-    ids = random_ids(run_rng, model, LENGTH + DECODED)
+    ids = random_ids(run_rng, model.cfg, LENGTH + DECODED)
     want = reference.logits(ids)
     cuts = {request: request + 1 for request in range(LENGTH - 1)}
     host, logits = pager.Pager(model, len(cuts), len(ids), block, run_rng.randrange(1 << 30)), {}
@@ -67,7 +60,7 @@ def test_every_cut(model, reference, run_rng, block):
 
 
 def test_prefill_and_token_by_token(model, reference, run_rng):
-    ids = random_ids(run_rng, model, LENGTH)
+    ids = random_ids(run_rng, model.cfg, LENGTH)
     want = reference.logits(ids)
     host, logits = pager.Pager(model, 2, LENGTH, 16, run_rng.randrange(1 << 30)), {}
     feed(host, {0: ids}, logits)
@@ -79,7 +72,7 @@ def test_prefill_and_token_by_token(model, reference, run_rng):
 
 def test_random_chunks_of_random_requests(model, reference, run_rng):
     """Requests join and pause at random; each one's rows lie anywhere in the batch."""
-    ids = {r: random_ids(run_rng, model, run_rng.randrange(1, 120)) for r in range(8)}
+    ids = {r: random_ids(run_rng, model.cfg, run_rng.randrange(1, 120)) for r in range(8)}
     host, logits, done = pager.Pager(model, 8, 120, 8, run_rng.randrange(1 << 30)), {}, dict.fromkeys(ids, 0)
     while waiting := [r for r in ids if done[r] < len(ids[r])]:
         chunks = {}
@@ -98,7 +91,7 @@ def test_rejected_rows_are_overwritten(model, reference, run_rng, rejected):
     One request per start of verification, so that wrong rows begin at each offset in pair, window
     and block, also across block edges.  At most 7 rows a step: a token and 6 drafts.
     """
-    ids = random_ids(run_rng, model, LENGTH)
+    ids = random_ids(run_rng, model.cfg, LENGTH)
     want = reference.logits(ids)
     starts = dict(enumerate(range(1, 18)))
     host, logits = pager.Pager(model, len(starts), LENGTH + 8, 8, run_rng.randrange(1 << 30)), {r: [] for r in starts}
@@ -108,7 +101,7 @@ def test_rejected_rows_are_overwritten(model, reference, run_rng, rejected):
         chunks, right = {}, {}
         for r in waiting:
             right[r] = ids[done[r] : done[r] + run_rng.randrange(1, 8 - rejected)]
-            chunks[r] = right[r] + random_ids(run_rng, model, rejected)
+            chunks[r] = right[r] + random_ids(run_rng, model.cfg, rejected)
         for r, rows in host.run(chunks, at=done).items():
             logits[r].append(rows[: len(right[r])])
             done[r] += len(right[r])
@@ -116,14 +109,39 @@ def test_rejected_rows_are_overwritten(model, reference, run_rng, rejected):
         check(torch.cat(logits[r]), want, f"verified from {start}")
 
 
-def test_context_may_be_an_upper_bound(model, reference, run_rng, monkeypatch):
+def test_context_may_be_an_upper_bound(model, reference, run_rng):
     """A host that does not know yet how many drafts were accepted gives lengths that are too long."""
-    real = pager.Rows
-    monkeypatch.setattr(
-        pager, "Rows", lambda positions, req, start, context: real(positions, req, start, [n + 7 for n in context]),
-    )
-    ids = random_ids(run_rng, model, LENGTH)
+    ids = random_ids(run_rng, model.cfg, LENGTH)
     host, logits = pager.Pager(model, 1, LENGTH, 8, run_rng.randrange(1 << 30)), {}
+    host.slack = 7
     for chunk in (ids[:13], ids[13:14], ids[14:]):
         feed(host, {0: chunk}, logits)
     check(torch.cat(logits[0]), reference.logits(ids), "padded lengths")
+
+
+def test_ragged_batches_drain(model, reference, run_rng):
+    """Requests whose row counts only the device knows, beside prefills, while 64 requests become 1.
+
+    A step verifies 1 to 7 rows of each; the host knows their sum and spreads it evenly.
+    """
+    lengths = [run_rng.randrange(9, 30) for _ in range(63)] + [60]  # the last to start is the last to end
+    ids = [random_ids(run_rng, model.cfg, length) for length in lengths]
+    want = [reference.logits(i) for i in ids]
+    host, done, logits = pager.Pager(model, 64, 64, 8, run_rng.randrange(1 << 30)), {}, {}
+    host.slack = 7
+    sizes = set()
+    while waiting := [r for r in range(64) if done.get(r, 0) < lengths[r]]:
+        decoding = [r for r in waiting if r in done]
+        fresh = [r for r in waiting if r not in done][: run_rng.randrange(3) if decoding else 56]
+        run_rng.shuffle(decoding)
+        # The longest takes single rows while it has company: the others need 28 steps at most, and it has rows left.
+        most = {63: 1} if len(waiting) > 1 else {}
+        chunks = {r: ids[r][done[r] : done[r] + run_rng.randint(1, most.get(r, 7))] for r in decoding}
+        chunks |= {r: ids[r][: run_rng.randrange(1, min(lengths[r], 9))] for r in fresh}
+        for r, rows in host.run(chunks, ragged=len(decoding)).items():
+            logits.setdefault(r, []).append(rows)
+            done[r] = done.get(r, 0) + len(chunks[r])
+        sizes.add(len(decoding))
+    assert 1 in sizes and max(sizes) > 50
+    for r in range(64):
+        check(torch.cat(logits[r]), want[r], f"request {r} of {lengths[r]}")

@@ -16,7 +16,7 @@ from deepseek_v41_plugin.cli.tiny import write_tiny
 
 def doctor(*args: str, **env: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "deepseek_v41_plugin.cli.main", "doctor", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env={**os.environ, **env})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, **env})
     return done.returncode, done.stdout
 
 
@@ -31,6 +31,7 @@ def test_a_model_that_can_be_served(model):
     assert "the plugin serves" in text and "806 tensors in" in text
     for op in ("fp8_linear", "sparse_attention", "moe_experts", "index_scores", "engram_gate", "mhc_mixes"):
         assert f"op {op}" in text
+    assert "EPLB transport         shm" in text and "not symm_mem: " in text
     assert "BAD" not in text and text.rstrip().endswith("can be served as asked")
 
 

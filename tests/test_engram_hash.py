@@ -2,7 +2,6 @@
 """Engram's hash: released constants, folding of tokens, padding, and a plain recomputation."""
 
 import json
-import random
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +25,8 @@ def released():
 
 
 @pytest.fixture
-def rng():
-    seed = random.randrange(1 << 32)
-    print("seed", seed)
-    return np.random.default_rng(seed)
+def rng(run_rng):
+    return np.random.default_rng(run_rng.getrandbits(64))
 
 
 def test_released_multipliers(released):

@@ -2,7 +2,6 @@
 """The mapped table: right rows, few pages, and nothing read ahead."""
 
 import os
-import secrets
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +19,8 @@ def open_table(path: Path, weight: np.ndarray, scale: np.ndarray, lead: int) -> 
     return EngramTable.open((path, lead), (path, lead + weight.size), rows, DIM)
 
 
-def test_lookup_gives_the_rows_asked_for(tmp_path):
-    seed = secrets.randbits(32)
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
+def test_lookup_gives_the_rows_asked_for(tmp_path, run_rng):
+    rng = np.random.default_rng(run_rng.getrandbits(64))
     weight = rng.integers(0, 120, (500, DIM), dtype=np.uint8)
     scale = rng.integers(120, 134, (500, DIM // 32), dtype=np.uint8)
     table = open_table(tmp_path / "shard", weight, scale, int(rng.integers(1, 9000)))

@@ -22,7 +22,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def run(*command, cwd, **env):
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | env
-    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=cwd, env=clean, capture_output=True, text=True, timeout=900)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.reference import ReferenceModel, attention, engram, formats, layers, random_checkpoint
+from tests.reference.runs import Span
 from tests.reference.weights import plan_layers
 
 F64 = torch.float64
@@ -60,7 +61,7 @@ def test_mix_and_spread_by_hand(model):
 
 def test_router_bias_chooses_but_does_not_weigh(model):
     x = torch.randn(9, 128, generator=torch.Generator().manual_seed(2), dtype=F64)
-    index, weight = model.ops.route(x, "layers.0.ffn.gate")
+    index, weight = model.ops.route(x, "layers.0.ffn.gate", 2)
     gate, bias = (model.weights.plain(f"layers.0.ffn.gate.{n}") for n in ("weight", "bias"))
     for t in range(9):
         s = [math.sqrt(math.log1p(math.exp(float(row @ x[t])))) for row in gate]
@@ -277,12 +278,13 @@ def test_mixes_are_used_one_sublayer_late(model):
     embedded = w.plain("embed.weight")[ids]
     X = notes[0]["stream_in"]
     assert torch.equal(X, embedded[:, None].expand(-1, c.hc_mult, -1))
-    y = model.attention(rms_norm(embedded, "layers.0.attn_norm"), model.layers[0], {}, {})
+    span = Span(torch.arange(12), cut=5)
+    y = model.attention(rms_norm(embedded, "layers.0.attn_norm"), model.layers[0], span)
     pre, post, comb = model.ops.mix(X, "layers.0.hc_attn")
     mid = model.ops.spread(X, y, post, comb)
     assert torch.allclose(notes[0]["stream_mid"], mid)
     h = rms_norm((pre[..., None] * mid).sum(1), "layers.0.ffn_norm")
-    y, _ = model.ops.moe(h, "layers.0.ffn")
+    y, _ = model.ops.moe(h, "layers.0.ffn", 2)
     _, post, comb = model.ops.mix(mid, "layers.0.hc_ffn")
     assert torch.allclose(notes[0]["stream_out"], model.ops.spread(mid, y, post, comb))
     pre, _, _ = model.ops.mix(notes[7]["stream_mid"], "layers.7.hc_ffn")

@@ -5,7 +5,6 @@ import argparse
 import filecmp
 import functools
 import json
-import random
 
 import numpy as np
 import pytest
@@ -23,10 +22,8 @@ GRID = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @pytest.fixture(scope="module")
-def seed():
-    value = random.randrange(1 << 32)
-    print("seed", value)
-    return value
+def seed(run_seed):
+    return run_seed
 
 
 @pytest.fixture(scope="module")
@@ -119,10 +116,10 @@ def test_equal_seeds_give_equal_bytes(folder, seed, tmp_path):
     }
 
 
-def test_shard_size_does_not_change_tensors(folder, seed, tmp_path):
+def test_shard_size_does_not_change_tensors(folder, seed, run_rng, tmp_path):
     other = write_tiny(tmp_path / "other", seed=seed, shard_mib=0.3)
     assert len(list(other.glob("*.safetensors"))) > len(list(folder.glob("*.safetensors")))
-    for name in random.sample(sorted(entries(folder)), 60):
+    for name in run_rng.sample(sorted(entries(folder)), 60):
         assert (raw(folder, name) == raw(other, name)).all(), name
 
 
@@ -149,7 +146,8 @@ def test_formats_hold_the_values_meant(folder, cfg, seed, stem, error):
     # FP4 saturates at 6 only if the scale is too small, which the coder must avoid.
     assert (np.abs(stored - meant) <= np.maximum(np.abs(meant) * error, floor)).all()
     exponents = np.log2(np.unique(power))
-    assert len(exponents) >= 2 and (exponents == np.round(exponents)).all()
+    assert (exponents == np.round(exponents)).all()
+    assert len(exponents) >= 2 or raw(folder, f"{stem}.scale").size < 32, "few may be equal by chance"
     top = np.abs(meant).max() / power.max()
     assert top <= (6 if error > 0.1 else 448)
 

@@ -18,8 +18,11 @@ from .. import checkpoint
 from ..config import ModelConfig
 from ..kernels import arch
 from ..kernels.registry import OPS, OpError
+from ..model.draft import Draft
 from ..model.loading import check_checkpoint
-from ..model.settings import shards_problem
+from ..model.model import Model
+from ..model.settings import Settings, Shards, shards_problem
+from ..replay import Policy
 
 OK, NOTE, BAD = "ok", "--", "BAD"
 
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
     report(OK, "hardware", f"{hardware.count} x {hardware.name}, {hardware.sm}, {size_text(hardware.memory)}")
     check_host(report)
     check_ops(report, torch.device(hardware.device))
+    check_balance(report, torch.device(hardware.device))
     if args.model is not None:
         check_model(report, args.model, hardware, args.tensor_parallel_size or hardware.count)
     print("could NOT be served as asked" if report.bad else "can be served as asked")
@@ -102,13 +106,22 @@ def check_host(report: Report) -> None:
 
 def check_ops(report: Report, device: torch.device) -> None:
     """Each op with the implementation that runs on `device`, and why not the others."""
-    importlib.import_module("deepseek_v41_plugin.model.model")  # registers them
+    importlib.import_module("deepseek_v41_plugin.kernels.verification")  # the models' ops are registered by now
     for name, op in sorted(OPS.items()):
         try:
             for impl, chosen, reason in op.explain(device):
                 report(OK if chosen else NOTE, "op " + name, f"{impl} ({reason})")
         except OpError as error:
             report(BAD, "op " + name, str(error))
+
+
+def check_balance(report: Report, device: torch.device) -> None:
+    """What would move experts between ranks on this machine."""
+    from ..eplb.transport import shm, symm_mem
+
+    for name, transport in (("symm_mem", symm_mem), ("shm", shm)):
+        ok, why = transport.supported([torch.empty(0, device=device)])
+        report(OK if ok else NOTE, "EPLB transport", f"{name} (between ranks of one machine)" if ok else f"not {name}: {why}")
 
 
 def check_model(report: Report, folder: Path, hardware: arch.Hardware, ranks: int) -> None:
@@ -131,18 +144,25 @@ def check_model(report: Report, folder: Path, hardware: arch.Hardware, ranks: in
     if problem := shards_problem(cfg, ranks):
         report(BAD, "tensor_parallel_size", problem)
         return
-    weights = rank_bytes(cfg, ranks)
+    weights = rank_bytes(Model, cfg, ranks)
     fits = ranks <= hardware.count and weights < 0.9 * hardware.memory
     report(OK if fits else BAD, "weights", f"{size_text(weights)} a rank of {ranks}; {hardware.count} x {size_text(hardware.memory)} here")
+    if not cfg.num_nextn_predict_layers:
+        report(NOTE, "DSpark", "no draft stages in this checkpoint")
+    elif cfg.dspark_n_routed_experts % ranks:
+        report(NOTE, "DSpark", f"{ranks} ranks do not divide the draft's {cfg.dspark_n_routed_experts} experts")
+    else:
+        more = size_text(rank_bytes(Draft, cfg, ranks))
+        report(OK, "DSpark", f"{cfg.num_nextn_predict_layers} draft stages, up to {cfg.dspark_block_size} drafts, {more} more a rank")
+    if cfg.last_kv_source is not None:
+        report(OK, "bounded replay", f"a prefix hit recomputes its last {cfg.sliding_window} tokens, and behind layer {cfg.last_kv_source}"
+               f" only a prompt's last {Policy.keep_tokens} run, unless --no-swa-bounded-replay")
 
 
-def rank_bytes(cfg: ModelConfig, ranks: int) -> int:
+def rank_bytes(kind: type[Model | Draft], cfg: ModelConfig, ranks: int) -> int:
     """Bytes of the parameters one tensor parallel rank holds."""
-    from ..model.model import Model
-    from ..model.settings import Settings, Shards
-
     with torch.device("meta"):
-        model = Model(cfg, Settings(shards=Shards(0, ranks)))
+        model = kind(cfg, Settings(shards=Shards(0, ranks)))
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 

@@ -15,6 +15,9 @@ import deepseek_v41_plugin
 COMMANDS = {
     "tiny": "write a small random checkpoint in the released layout",
     "doctor": "say what this host can serve, with which implementation, and why",
+    "profile-verify": "measure what verifying drafts costs on this machine",
+    "verify-replay": "compare the modes of SWA bounded replay: metadata, and logprobs of real engines",
+    "eplb-sim": "replay recorded expert loads through a placement policy",
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens into compressed rows and index keys.  (v41-facts 4.4, 4.5)"""
+"""Tokens into compressed rows.  (v41-facts 4.4)"""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from ..config import ModelConfig
-from ..kernels.paging import write_rows
+from ..kernels.latent import pair_latents
+from ..kernels.linear import wide_linear
 from .parameters import Plain, RMSNorm
 from .settings import Settings
 from .step import Pages, Rows
@@ -18,36 +19,31 @@ class Compressor(nn.Module):
 
     A pair's first token waits in `ring` as (projection, gate): pages of width 2 * head_dim in the
     accumulator's dtype, one block a request, addressed by position, so that rejected rows are
-    simply overwritten.
+    simply overwritten.  joined: once prepared, both projections as one.
     """
+
+    joined: torch.Tensor | None = None
 
     def __init__(self, cfg: ModelConfig, settings: Settings, ratio: int):
         super().__init__()
-        self.ratio, self.dtype, self.accumulator = ratio, settings.dtype, settings.accumulator
+        self.ratio, self.dtype = ratio, settings.dtype
         self.wkv = Plain(cfg.head_dim, cfg.hidden_size)
         if ratio == 2:
             self.wgate = Plain(cfg.head_dim, cfg.hidden_size)
         self.norm = RMSNorm(cfg.head_dim, cfg.rms_norm_eps, settings)
 
-    def forward(self, x: torch.Tensor, rows: Rows, ring: Pages | None) -> torch.Tensor:
-        """x [T, D] -> latents [T, head_dim]; at ratio 2 a row's latent counts where its position is odd."""
-        if self.ratio == 1:
-            return self.norm(self.wkv(x))
-        x = x.to(self.accumulator)
-        state = torch.cat((self.wkv(x), self.wgate(x)), -1)
-        first = rows.first_of_request()
-        here = torch.arange(rows.count, device=x.device)
-        block = ring.block_table[:, 0].long()[rows.req]
-        before = ring.cache[block, (rows.positions - 1) % ring.states]
-        before = torch.where((here > first)[:, None], state.roll(1, 0), before)
-        # Older rows of a long chunk would collide in the ring; only the newest are ever read.
-        kept = here >= rows.end_of_request() - ring.states
-        write_rows(ring.cache, torch.where(kept, block * ring.states + rows.positions % ring.states, -1), state)
-        values, gates = torch.stack((before, state)).chunk(2, -1)
-        return self.norm((values * torch.softmax(gates, 0)).sum(0).to(self.dtype))
+    def prepare(self) -> None:
+        """wkv and wgate become parts of one weight."""
+        if self.ratio == 2 and self.joined is None:
+            self.joined = torch.cat((self.wkv.weight.data, self.wgate.weight.data))
+            self.wkv.weight.data, self.wgate.weight.data = self.joined.chunk(2)
 
-    def slots(self, rows: Rows, pages: Pages) -> torch.Tensor:
-        """State slots [T] of the rows' latents in `pages`, -1 where a row completes no latent."""
-        block, offset = pages.slots // pages.block_size, pages.slots % pages.block_size
-        complete = (pages.slots >= 0) & ((rows.positions + 1) % self.ratio == 0)
-        return torch.where(complete, block * pages.states + offset // self.ratio, -1)
+    def forward(self, x: torch.Tensor, rows: Rows, ring: Pages | None) -> torch.Tensor:
+        """x [T, D] -> latents [T, head_dim] before their norm; at ratio 2 a row's latent counts where its position is odd."""
+        if self.ratio == 1:
+            return self.wkv(x)
+        if self.joined is None:
+            state = torch.cat((wide_linear(x, self.wkv.weight), wide_linear(x, self.wgate.weight)), -1)
+        else:
+            state = wide_linear(x, self.joined)
+        return pair_latents(state, rows.positions, rows.req, rows.first, ring.cache, ring.block_table).to(self.dtype)

@@ -43,15 +43,13 @@ class Engram(nn.Module):
 
     def __init__(self, cfg: ModelConfig, settings: Settings):
         super().__init__()
-        self.cfg, self.dtype = cfg, settings.dtype
-        columns = (cfg.engram_max_ngram_size - 1) * cfg.engram_n_heads
-        self.wkv = Fp8Linear((cfg.hc_mult + 1) * cfg.hidden_size, columns * cfg.engram_head_dim, settings)
+        self.cfg = cfg
+        self.wkv = Fp8Linear((cfg.hc_mult + 1) * cfg.hidden_size, cfg.engram_columns * cfg.engram_head_dim, settings)
         self.q_weight = raw((cfg.hc_mult, cfg.hidden_size), torch.bfloat16)
         self.k_weight = raw((cfg.hc_mult, cfg.hidden_size), torch.bfloat16)
 
-    def forward(self, stream: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """stream [T, c, D], rows int64 [T, C] -> stream with the gated memory added."""
-        memory = self.table.lookup(rows, self.dtype, stream.device)
+    def forward(self, stream: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """stream [T, c, D], the table's rows side by side [T, C * dim] -> stream with the gated memory added."""
         projected = self.wkv(memory).unflatten(-1, (-1, self.cfg.hidden_size))
         key, value = projected[:, :-1], projected[:, -1]
         return engram_gate(stream, key, value, self.q_weight, self.k_weight, self.cfg.rms_norm_eps)

@@ -14,6 +14,7 @@ from torch import nn
 from .. import checkpoint
 from ..checkpoint.stream import stream
 from ..config import ModelConfig
+from .draft import Draft
 from .engram import NgramHash
 from .engram_hash import checked_vocab
 from .engram_table import EngramTable
@@ -55,45 +56,49 @@ def load_checkpoint(model: Model, directory: Path) -> None:
         )
 
 
+def load_draft(draft: Draft, directory: Path) -> None:
+    """Stream the `mtp.` tensors of a folder that `load_checkpoint` has checked."""
+    load(draft, stream(checkpoint.read_index(directory), lambda name: name.startswith("mtp.")))
+
+
 def is_parameter(name: str) -> bool:
     """Whether the text model holds this tensor: not vision, not the draft, not an Engram table."""
     return not name.startswith((*_NOT_TEXT, "mtp.")) and ".engram.embed." not in name
 
 
-def load(model: Model, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load(model: Model | Draft, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Copy each tensor into its place, this rank's part of it; another rank's experts are left out.
 
     Names, shapes and dtypes were checked before (`checkpoint.validate`).
     """
     parameters = dict(model.named_parameters())
     for name, tensor in weights:
-        place = _place(model, parameters, name)
-        if place is not None:
-            _copy(*place, tensor)
+        if match := _EXPERT.match(name):
+            for place in _expert_places(model, *match.groups()):
+                _copy(place, tensor)
+            continue
+        if match := _MIXER.match(name):
+            name = f"{match.group(1)}.{match.group(2)}"
+        parameter, shards = parameters[name], model.settings.shards
+        if (dim := getattr(parameter, "shard_dim", None)) is not None:
+            tensor = tensor.chunk(shards.size, dim)[shards.rank]
+        _copy(parameter.data, tensor)
 
 
-def _place(model: Model, parameters: dict[str, nn.Parameter], name: str):
-    """(destination view, shard dim) of a checkpoint tensor; None for another rank's expert."""
-    if match := _EXPERT.match(name):
-        prefix, expert, which, kind = match.groups()
-        held = model.get_submodule(prefix)
-        local = int(expert) - held.first
-        if not 0 <= local < held.count:
-            return None
-        suffix = "_scale" if kind == "scale" else ""
+def _expert_places(model: Model | Draft, prefix: str, expert: str, which: str, kind: str) -> Iterable[torch.Tensor]:
+    """Where this rank holds one tensor of a logical expert: nowhere, in its slot, in several if it has replicas."""
+    held = model.get_submodule(prefix)
+    suffix = "_scale" if kind == "scale" else ""
+    for slot, logical in enumerate(held.loaded):
+        if logical != int(expert):
+            continue
         if which == "w2":
-            return getattr(held, "w2" + suffix)[local], None, model.settings.shards
-        half = getattr(held, "w13" + suffix)[local].chunk(2, 0)
-        return half[which == "w3"], None, model.settings.shards
-    if match := _MIXER.match(name):
-        name = f"{match.group(1)}.{match.group(2)}"
-    parameter = parameters[name]
-    return parameter.data, getattr(parameter, "shard_dim", None), model.settings.shards
+            yield getattr(held, "w2" + suffix)[slot]
+        else:
+            yield getattr(held, "w13" + suffix)[slot].chunk(2, 0)[which == "w3"]
 
 
-def _copy(target: torch.Tensor, shard_dim: int | None, shards, tensor: torch.Tensor) -> None:
-    if shard_dim is not None:
-        tensor = tensor.chunk(shards.size, shard_dim)[shards.rank]
+def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.dtype != target.dtype and tensor.element_size() == 1:
         tensor = tensor.contiguous().view(target.dtype)  # E8M0, I8: bytes, never a numeric conversion
     if tensor.shape != target.shape:
@@ -102,13 +107,17 @@ def _copy(target: torch.Tensor, shard_dim: int | None, shards, tensor: torch.Ten
 
 
 def fill_dummy(model: Model, seed: int = 0) -> None:
-    """Finite seeded weights for `--load-format dummy`: formats as released, values near 0.02, and
-    Engram tables of one zero row."""
+    """Finite seeded weights for `--load-format dummy` (see `fill_parameters`), and Engram tables of one zero row."""
     cfg = model.cfg
     if cfg.engram_layer_ids:
         model.ngram_hash = NgramHash(cfg, np.arange(cfg.vocab_size) % cfg.engram_compressed_vocab_size)
     for layer in cfg.engram_layer_ids:
         model.layers[layer].engram.table = EngramTable.zeros(cfg.engram_head_dim)
+    fill_parameters(model, seed)
+
+
+def fill_parameters(model: nn.Module, seed: int = 0) -> None:
+    """Formats as released, values near 0.02."""
     for name, parameter in model.named_parameters():
         generator = torch.Generator(parameter.device).manual_seed(seed)
         if name.endswith("scale") and parameter.dtype == torch.uint8:

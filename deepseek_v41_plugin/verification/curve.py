@@ -10,6 +10,9 @@ from itertools import pairwise
 import numpy as np
 
 
+LARGEST = 1 << 31  # rows or requests
+
+
 class CurveError(ValueError):
     """Points that are no cost curve."""
 
@@ -46,7 +49,7 @@ class Curve:
         if not self.points:
             raise CurveError("points: empty; measure at least one size")
         for size, ms in self.points:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size < LARGEST:
                 raise CurveError(f"points: size {size!r} is not a positive integer")
             if isinstance(ms, bool) or not isinstance(ms, (int, float)) or not 0 < ms < float("inf"):
                 raise CurveError(f"points: {ms!r} ms at size {size} is not a positive finite number")
@@ -55,7 +58,7 @@ class Curve:
                 raise CurveError(f"points: size {b} follows {a}; sizes must ascend")
             if cost_a > cost_b:
                 raise CurveError(f"points: {cost_b} ms at size {b} after {cost_a} ms at {a}; use Curve.fit to repair")
-        if any(isinstance(p, bool) or not isinstance(p, int) or p < 1 for p in self.pads):
+        if any(isinstance(p, bool) or not isinstance(p, int) or not 1 <= p < LARGEST for p in self.pads):
             raise CurveError(f"pads: {list(self.pads)} holds something else than positive integers")
         if any(a >= b for a, b in pairwise(self.pads)):
             raise CurveError(f"pads: {list(self.pads)} must ascend")

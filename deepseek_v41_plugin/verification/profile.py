@@ -54,10 +54,10 @@ class Profile:
         """
         try:
             data = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as e:
-            raise ProfileError(f"verify profile {path}: cannot be read ({e}). {REMEDY}") from None
+        except (OSError, ValueError, RecursionError) as e:
+            raise ProfileError(f"verify profile {path}: cannot be read ({e}). Correct the path, or measure again with `dsv41 profile-verify`.") from None
         found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
+        if type(found) is not int or found != FORMAT:
             raise ProfileError(f"verify profile {path}: format is {found!r}, not {FORMAT}. {REMEDY}")
         stored = data.get("identity")
         if not isinstance(stored, dict):
@@ -73,8 +73,12 @@ class Profile:
         try:
             costs = StepCosts(_curve(data, "verify"), _curve(data, "draft"), float(trim))
             raw = data.get("calibration")
-            return cls(stored, costs, None if raw is None else Calibration.from_json(raw))
-        except ValueError as e:
+            calibration = None if raw is None else Calibration.from_json(raw)
+            drafts = stored.get("num_speculative_tokens")
+            if calibration is not None and drafts is not None and len(calibration.temperature) != drafts:
+                raise ValueError(f"calibration has {len(calibration.temperature)} positions for {drafts} drafts")
+            return cls(stored, costs, calibration)
+        except (ValueError, OverflowError) as e:
             raise ProfileError(f"verify profile {path}: {e}. {REMEDY}") from None
 
 

@@ -57,7 +57,7 @@ class LayerCaches(nn.Module):
         records = cache_format(settings.cache, cfg.head_dim, cfg.qk_rope_head_dim, cfg.index_head_dim)
         self.window = Cache(f"{prefix}.window", SlidingWindowMLASpec(
             block_size=block, head_size=records.window.width,
-            sliding_window=cfg.sliding_window, **common,
+            sliding_window=cfg.sliding_window, bounded_replay=vllm_config.cache_config.swa_bounded_replay, **common,
         ))
         self.compressed = self.index = self.ring = None
         if not plan.is_kv_source:

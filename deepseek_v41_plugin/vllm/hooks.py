@@ -53,18 +53,29 @@ HOOKS = (
     Hook("vllm.renderers.registry", "RENDERER_REGISTRY.renderers", "refusal of images"),
     Hook("vllm.renderers.deepseek_v4", "DeepseekV4Renderer", "refusal of images"),
     Hook("vllm.v1.attention.backends.registry", "register_backend", "attention backend"),
-    Hook("vllm.v1.kv_cache_interface", "SlidingWindowMLASpec", "window cache"),
+    Hook("vllm.v1.kv_cache_interface", "SlidingWindowMLASpec.prefix_replay_tokens", "window cache, bounded replay"),
+    Hook("vllm.v1.core.sched.output", "NewRequestData.replay_start", "bounded replay"),
     Hook("vllm.v1.kv_cache_interface", "MLAAttentionSpec", "compressed rows and index keys"),
     Hook("vllm.v1.kv_cache_interface", "CircularBufferSpec", "waiting half pairs"),
     Hook("vllm.v1.worker.gpu.model_states.default", "DefaultModelState.prepare_inputs", "Engram's token history"),
+    Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.capture_inner_cudagraphs", "kernels compiled before serving"),
+    Hook("vllm.v1.worker.gpu.model_states.interface", "ModelState.prepare_dummy_inputs", "CUDA graphs"),
+    Hook("vllm.v1.worker.gpu.cudagraph_utils", "prepare_inputs_to_capture", "kernels compiled before serving"),
+    Hook("vllm.config.vllm", "VllmConfig._validate_adaptive_verification", "scheduled verification"),
+    Hook("vllm.v1.worker.gpu.spec_decode", "init_speculator", "drafting"),
+    Hook("vllm.v1.worker.gpu.spec_decode.dspark.speculator", "DSparkSpeculator.observe_verification", "drafting"),
+    Hook("vllm.v1.worker.gpu.spec_decode.dspark.speculator", "DSparkSpeculator.capture", "drafting in CUDA graphs"),
+    Hook("vllm.v1.worker.gpu.spec_decode.dspark.speculator", "DSparkSpeculator._generate_draft", "draft passes left out"),
+    Hook("vllm.v1.worker.gpu.eplb_utils", "EPLBController.step", "expert load balancing"),
+    Hook("vllm.model_executor.models.interfaces", "SupportsEagle3", "features for the draft"),
 )
 
 
 def wanted() -> tuple[bool, str]:
     """Whether the plugin's model serves here: (yes, why).
 
-    `auto` takes the plugin's where the host has no kernels of its own, and the host's where those are
-    faster, as they are on SM90 as long as ours are plain torch (bench/data/speed-h200.csv).
+    `auto` takes the plugin's where the host has no kernels of its own, and the host's where ours are not
+    known to be faster, as on SM90 until they are measured there.
     """
     choice = implementation()
     if choice != "auto":
@@ -80,7 +91,8 @@ def wanted() -> tuple[bool, str]:
         return False, "the device's compute capability is unknown"
     sm = f"SM{capability.major}{capability.minor}"
     if capability.major in (9, 10, 12):
-        return False, f"the host's own {sm} kernels are faster than the plugin's plain ones. DSV41_IMPL=plugin overrides"
+        why = "the plugin's are not measured there yet" if capability.major == 9 else "the plugin has none for it"
+        return False, f"the host's own {sm} kernels serve: {why}. DSV41_IMPL=plugin overrides"
     return True, f"the host has no {sm} kernels for V4.1"
 
 
@@ -102,6 +114,7 @@ def install() -> None:
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    from . import balance_gates, cpu_config, gates
     from .checks import DeepseekV41Checks
     from .hf_config import DeepseekV41Config
 
@@ -113,6 +126,9 @@ def install() -> None:
     TokenizerRegistry.tokenizers["deepseek_v41"] = (f"{package}.chat", "DeepseekV41Tokenizer")
     RENDERER_REGISTRY.renderers["deepseek_v41"] = (f"{package}.chat", "DeepseekV41Renderer")
     register_backend(AttentionBackendEnum.CUSTOM, f"{package}.backend.DeepseekV41Backend")
+    gates.install()
+    balance_gates.install()
+    cpu_config.install()
     logger.info("deepseek-v41-plugin serves %s (%s)", MODEL, why)
 
 

@@ -12,6 +12,7 @@ import sys
 
 import numpy as np
 import triton.language as tl
+from triton.language.extra import libdevice
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -22,6 +23,7 @@ PATCHES = (
     "triton.runtime.interpreter.InterpreterBuilder.create_fcmp*",
     "triton.runtime.interpreter._patch_lang_core",
     "triton.runtime.interpreter.interpreter_builder.options",
+    "triton.language.extra.libdevice.log1p",
 )
 
 
@@ -29,6 +31,7 @@ def apply() -> list[str]:
     """Apply all repairs; returns what `interpret_library` returns."""
     fix_comparisons()
     fix_range()
+    fix_log1p()
     skip_overflow_checks()
     return interpret_library()
 
@@ -121,3 +124,17 @@ def fix_range() -> None:
 
     patch_lang_core.dsv41_typed = True
     interpreter._patch_lang_core = patch_lang_core
+
+
+def _log1p(value: tl.tensor) -> tl.tensor:
+    handle = value.handle
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return tl.tensor(interpreter.TensorHandle(np.log1p(handle.data), handle.dtype), value.type)
+
+
+def fix_log1p() -> None:
+    """Give libdevice.log1p a body; compilers replace the empty one, the interpreter calls it.
+
+    vLLM's rejection sampler needs it where drafts are sampled (draft_sample_method "probabilistic").
+    """
+    libdevice.log1p = _log1p

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import torch
 
+from ..invariant import row_op
 
+
+@row_op(3)
 def gate_and_add(
     stream: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float,

@@ -51,10 +51,16 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
     return x.float().clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
+@functools.cache
+def _edges(device: torch.device) -> torch.Tensor:
+    """Kept on the device: copying them in each step would wait for it."""
+    return torch.tensor(_E2M1_EDGES, device=device)
+
+
 def e2m1_codes(x: torch.Tensor) -> torch.Tensor:
     """Round to E2M1, saturating at 6: codes 0..15 (uint8), bit 3 the sign; x is taken as float32."""
     x = x.float()
-    edges = torch.tensor(_E2M1_EDGES, device=x.device)
+    edges = _edges(x.device)
     a = x.abs()
     below = torch.bucketize(a, edges, right=False)  # an edge counts as the lower code
     above = torch.bucketize(a, edges, right=True)  # an edge counts as the upper code

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Window and compressed attention, the compressor and the indexer (facts 4).
 
-The whole sequence is present, so "rows" are plain tensors: window rows [T, dh], global rows
-[T // ratio, dh], and every visibility rule is a boolean mask over (query, row).
+All rows of a run are present at once: window rows [T, dh], global rows [n, dh], and every
+visibility rule is a boolean mask over (query, row).
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,11 @@ import torch
 from . import formats
 from .layers import Ops, top_lowest_first
 from .rope import Rope
+from .runs import GlobalRows, Span
 from .weights import Layer
 
 # Queries are taken this many at a time, which bounds the score matrices and changes nothing else.
 _QUERIES_AT_ONCE = 256
-
-
-@dataclass
-class GlobalRows:
-    """What a KV source publishes: ``kv`` [n, dh] and ``key`` [n, index_head_dim]."""
-
-    kv: torch.Tensor
-    key: torch.Tensor
 
 
 @dataclass
@@ -91,13 +84,19 @@ class Attention:
             a = (a * g.softmax(1)).sum(1)
         return self.ops.norm(a, f"{p}.norm")
 
-    def publish(self, x: torch.Tensor, layer: Layer) -> GlobalRows:
-        """The global rows of a KV source; RoPE at the first token of each group."""
-        latent = self.latents(x, layer)
-        pos = torch.arange(len(latent), device=x.device) * layer.ratio
+    def publish(self, x: torch.Tensor, layer: Layer, span: Span) -> GlobalRows:
+        """The global rows of a KV source: those of the hit as cached, then one for each later
+        group, with RoPE at the first token of the group."""
+        replay = span.replay
+        latent = self.latents(x[replay.hit - replay.start :], layer)
+        pos = replay.hit + torch.arange(len(latent), device=x.device) * layer.ratio
         rope, p = self.rope(layer), f"layers.{layer.index}.attn.indexer"
         key = self.ops.norm(self.ops.project(f"{p}.wk", latent), f"{p}.k_norm")
-        return GlobalRows(self.store_global(rope(latent, pos)), self.store_index(rope(key, pos)))
+        kv, key = self.store_global(rope(latent, pos)), self.store_index(rope(key, pos))
+        if replay.hit:
+            n, old = replay.hit // layer.ratio, replay.cached[layer.index]
+            kv, key = torch.cat([old.kv[:n], kv]), torch.cat([old.key[:n], key])
+        return GlobalRows(kv, key)
 
     # -- indexer ----------------------------------------------------------------------------
 
@@ -137,34 +136,48 @@ class Attention:
 
     # -- the sublayer -----------------------------------------------------------------------
 
-    def __call__(self, x, layer: Layer, published: dict, choices: dict) -> torch.Tensor:
-        """``x`` [T, D] to [T, D]. Sources add to ``published`` and ``choices`` by their index."""
-        c, ops, T = self.c, self.ops, len(x)
-        p, heads = f"layers.{layer.index}.attn", c.num_attention_heads
-        pos, rope = torch.arange(T, device=x.device), self.rope(layer)
-        qr = ops.norm(ops.linear(f"{p}.wq_a", x), f"{p}.q_norm")
-        q = rope(ops.linear(f"{p}.wq_b", qr).view(T, heads, c.head_dim), pos)
-        kv = self.store_window(rope(ops.norm(ops.linear(f"{p}.wkv", x), f"{p}.kv_norm"), pos))
+    def __call__(self, x: torch.Tensor, layer: Layer, span: Span) -> torch.Tensor:
+        """``x`` [T, D], the run's rows, to [T, D]. Sources add to ``span`` by their index."""
+        p, pos, rope = f"layers.{layer.index}.attn", span.pos, self.rope(layer)
+        q, qr = self.queries(x, p, pos, rope)
+        kv = self.window_rows(x, p, pos, rope)
         rows, chosen = None, None
         if layer.ratio:
             if layer.kv_source == layer.index:
-                published[layer.index] = self.publish(x, layer)
-            rows = published[layer.kv_source]
+                span.published[layer.index] = self.publish(x, layer, span)
+            rows = span.published[layer.kv_source]
             if layer.index_source == layer.index:
-                blocks = choices[c.candidate_source_layer_id].blocks if layer.restricted else None
-                choices[layer.index] = self.choose(x, qr, pos, layer, rows.key, blocks)
-            rows, chosen = rows.kv, choices[layer.index_source].chosen
-        o = rope(self.attend(q, kv, rows, chosen, self.w.plain(f"{p}.attn_sink")), pos, True)
-        grouped = o.reshape(T, c.o_groups, -1)
-        wo_a = self.w.matrix(f"{p}.wo_a").view(c.o_groups, c.o_lora_rank, -1)
-        z = torch.einsum("tgi,goi->tgo", grouped, wo_a)
-        return ops.linear(f"{p}.wo_b", z.flatten(1))
+                source = self.c.candidate_source_layer_id
+                blocks = span.choices[source].blocks if layer.restricted else None
+                span.choices[layer.index] = self.choose(x, qr, pos, layer, rows.key, blocks)
+            rows, chosen = rows.kv, span.choices[layer.index_source].chosen
+        start = span.window_start(layer.index) - span.replay.start
+        o = self.attend(q, kv, rows, chosen, self.w.plain(f"{p}.attn_sink"), start)
+        return self.output(o, p, pos, rope)
 
-    def attend(self, q, kv, rows, chosen, sink) -> torch.Tensor:
-        """One softmax over window rows, chosen global rows and the valueless sink.
+    def queries(self, x, p: str, pos, rope: Rope) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [T, H, dh] and the normed low-rank rows [T, q_lora] that they come from."""
+        qr = self.ops.norm(self.ops.linear(f"{p}.wq_a", x), f"{p}.q_norm")
+        q = self.ops.linear(f"{p}.wq_b", qr).view(len(x), self.c.num_attention_heads, -1)
+        return rope(q, pos), qr
+
+    def window_rows(self, x, p: str, pos, rope: Rope) -> torch.Tensor:
+        """Window KV [T, dh] of ``x`` [T, D] as the cache holds it."""
+        kv = self.ops.norm(self.ops.linear(f"{p}.wkv", x), f"{p}.kv_norm")
+        return self.store_window(rope(kv, pos))
+
+    def output(self, o: torch.Tensor, p: str, pos, rope: Rope) -> torch.Tensor:
+        """``o`` [T, H, dh] rotated back, through the grouped wo_a and wo_b: [T, D]."""
+        grouped = rope(o, pos, True).reshape(len(o), self.c.o_groups, -1)
+        wo_a = self.w.matrix(f"{p}.wo_a").view(self.c.o_groups, self.c.o_lora_rank, -1)
+        z = torch.einsum("tgi,goi->tgo", grouped, wo_a)
+        return self.ops.linear(f"{p}.wo_b", z.flatten(1))
+
+    def attend(self, q, kv, rows, chosen, sink, start: int = 0) -> torch.Tensor:
+        """Each query over its window rows, its chosen global rows and the sink.
 
         ``q`` [T, H, dh], ``kv`` [T, dh], ``rows`` [n, dh] or None, ``chosen`` bool [T, n],
-        ``sink`` [H]. Returns [T, H, dh].
+        ``sink`` [H]; window rows before ``start`` are seen by none. Returns [T, H, dh].
         """
         T, out = len(q), []
         for lo in range(0, T, _QUERIES_AT_ONCE):
@@ -172,16 +185,23 @@ class Attention:
             first = max(lo - self.c.sliding_window + 1, 0)
             at, key = (torch.arange(a, hi, device=q.device) for a in (lo, first))
             age = at[:, None] - key
-            seen = (age >= 0) & (age < self.c.sliding_window)
+            seen = (age >= 0) & (age < self.c.sliding_window) & (key >= start)
             values = kv[first:hi]
             if rows is not None:
                 seen = torch.cat([seen, chosen[lo:hi]], 1)
                 values = torch.cat([values, rows])
-            score = torch.einsum("thd,rd->thr", q[lo:hi], values) * self.c.head_dim**-0.5
-            score = score.masked_fill(~seen[:, None], -torch.inf)
-            score = torch.cat([score, sink[:, None].expand(hi - lo, -1, 1)], -1)
-            out.append(torch.einsum("thr,rd->thd", score.softmax(-1)[..., :-1], values))
+            out.append(self.weigh(q[lo:hi], values, seen, sink))
         return torch.cat(out)
+
+    def weigh(self, q, values, seen, sink) -> torch.Tensor:
+        """One softmax over the ``seen`` bool [T, n] of ``values`` [n, dh] and the valueless sink.
+
+        ``q`` [T, H, dh]; returns [T, H, dh].
+        """
+        score = torch.einsum("thd,rd->thr", q, values) * self.c.head_dim**-0.5
+        score = score.masked_fill(~seen[:, None], -torch.inf)
+        score = torch.cat([score, sink[:, None].expand(len(q), -1, 1)], -1)
+        return torch.einsum("thr,rd->thd", score.softmax(-1)[..., :-1], values)
 
 
 def _mark_best(scores: torch.Tensor, k: int) -> torch.Tensor:

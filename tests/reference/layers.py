@@ -60,11 +60,27 @@ class Ops:
         """``X'[j] = post[j] y + sum_i comb[i, j] X[i]``."""
         return post[..., None] * y[:, None] + torch.einsum("tij,tid->tjd", comb, X)
 
+    def block(self, X, pre, prefix: str, attend, k: int, note: dict | None = None):
+        """Attention and MoE sublayers of one layer; returns the next (X, pre).
+
+        ``attend`` maps [T, D] to [T, D]; ``k`` experts a token; ``note`` collects
+        ``stream_mid`` and ``experts``.
+        """
+        note = {} if note is None else note
+        next_pre, post, comb = self.mix(X, f"{prefix}.hc_attn")
+        y = attend(self.collapse(X, pre, f"{prefix}.attn_norm"))
+        X, pre = self.spread(X, y, post, comb), next_pre
+        note["stream_mid"] = X
+        next_pre, post, comb = self.mix(X, f"{prefix}.hc_ffn")
+        h = self.collapse(X, pre, f"{prefix}.ffn_norm")
+        y, note["experts"] = self.moe(h, f"{prefix}.ffn", k)
+        return self.spread(X, y, post, comb), next_pre
+
     # -- mixture of experts -----------------------------------------------------------------
 
-    def moe(self, x: torch.Tensor, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def moe(self, x: torch.Tensor, prefix: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """``x`` [T, D]; returns the output [T, D] and the chosen experts [T, k]."""
-        index, weight = self.route(x, f"{prefix}.gate")
+        index, weight = self.route(x, f"{prefix}.gate", k)
         y = self.expert(f"{prefix}.shared_experts", x, None)
         for e in index.unique().tolist():
             token, slot = (index == e).nonzero(as_tuple=True)
@@ -72,11 +88,11 @@ class Ops:
             y = y.index_add(0, token, out)
         return y, index
 
-    def route(self, x: torch.Tensor, gate: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def route(self, x: torch.Tensor, gate: str, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Experts [T, k] chosen with the bias, and their weights [T, k] without it."""
         logits = self.project(gate, x) / self.c.gate_temp
         s = torch.logaddexp(logits, torch.zeros_like(logits)).sqrt()
-        index = top_lowest_first(s + self.w.plain(f"{gate}.bias"), self.c.num_experts_per_tok)
+        index = top_lowest_first(s + self.w.plain(f"{gate}.bias"), k)
         weight = s.gather(1, index)
         if self.c.norm_topk_prob:
             weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)

@@ -119,6 +119,13 @@ def test_the_file_holds_everything(tmp_path, rng):
     assert Profile.load(path, IDENTITY).calibration is None
 
 
+def test_a_calibration_has_a_position_for_each_draft(tmp_path, rng):
+    profile, path = stored(tmp_path, rng)
+    Profile({"num_speculative_tokens": 3}, profile.costs, profile.calibration).save(path)
+    with pytest.raises(ProfileError, match="calibration has 2 positions for 3 drafts.*profile-verify"):
+        Profile.load(path)
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -144,6 +151,8 @@ def test_another_machine_is_refused(tmp_path, rng, change, match):
         ({"draft": {"points": 3, "pads": []}}, "draft: not a curve"),
         ({"draft": None}, "draft: not a curve"),
         ({"trim_ms": "much"}, "trim_ms is 'much'"),
+        ({"trim_ms": 10**400}, "int too large"),
+        ({"draft": {"points": [[10**400, 1.0]], "pads": []}}, "draft.points: size 1"),
         ({"trim_ms": -1}, "trim_ms"),
         ({"calibration": {"temperature": [0.0], "error": [0], "count": [0]}}, "calibration.temperature"),
         ({"calibration": []}, "calibration"),

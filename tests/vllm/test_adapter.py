@@ -1,24 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options, choice of implementation, hooks and the n-gram gather, without an engine."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import deepseek_v41_plugin.vllm as adapter
+from deepseek_v41_plugin.replay import Policy
 from deepseek_v41_plugin.vllm import hooks
-from deepseek_v41_plugin.vllm.options import OptionError, Options
+from deepseek_v41_plugin.vllm.options import OptionError, Options, replay_policy
 from deepseek_v41_plugin.vllm.state import gather_ngrams
 
 
 def test_options():
     assert Options.parse(None) == Options.parse({}) == Options(exact=False, activation_quant=True)
     assert Options.parse({"dsv41": {"exact": True}}).exact
-    with pytest.raises(OptionError, match="dsv41.exakt: unknown option. Known: activation_quant, exact"):
+    with pytest.raises(OptionError, match="dsv41.exakt: unknown option. Known: activation_quant, batch_invariant, decoder_replay"):
         Options.parse({"dsv41": {"exakt": True}})
     with pytest.raises(OptionError, match="dsv41.exact: 1 is not a boolean"):
         Options.parse({"dsv41": {"exact": 1}})
     with pytest.raises(OptionError, match="additional_config.dsv41: 'on' is not a mapping"):
         Options.parse({"dsv41": "on"})
+    for option, value, what in (("keep_tokens", True, "an integer"), ("decoder_replay", None, "a mode"), ("verify_profile", 3, "a path")):
+        with pytest.raises(OptionError, match=f"dsv41.{option}: {value!r} is not {what}"):
+            Options.parse({"dsv41": {option: value}})
+
+
+def launch(options: dict, prefixes=True, swa=True, drafts=5):
+    """As much of a VllmConfig as the replay policy reads."""
+    cache = SimpleNamespace(swa_bounded_replay=swa, enable_prefix_caching=prefixes)
+    return SimpleNamespace(additional_config={"dsv41": options}, cache_config=cache, num_speculative_tokens=drafts)
+
+
+CONFIG = SimpleNamespace(sliding_window=128, last_kv_source=20)
+
+
+def test_replay_policy():
+    assert replay_policy(launch({}), CONFIG) == Policy(128, "compact", 140, 5)
+    assert replay_policy(launch({}, swa=False), CONFIG).decoder == "off"
+    assert replay_policy(launch({"decoder_replay": "mask"}, swa=False, prefixes=False), CONFIG).decoder == "mask"
+    assert replay_policy(launch({}), SimpleNamespace(sliding_window=128, last_kv_source=None)).decoder == "off"
+    for options, more, text in (
+        ({"decoder_replay": "on"}, {}, "dsv41.decoder_replay: 'on' is not a mode. Use one of off, mask, compact"),
+        ({"keep_tokens": 133}, {}, "dsv41.keep_tokens: 133 is too few. Keep at least 134"),
+        ({"decoder_replay": "compact"}, {"swa": False}, "dsv41.decoder_replay: 'compact' leaves most of a prompt"),
+    ):
+        with pytest.raises(OptionError, match=text):
+            replay_policy(launch(options, **more), CONFIG)
 
 
 def test_every_hook_is_in_this_host():
@@ -82,7 +111,9 @@ def test_ngrams(run_rng):
         start.append(len(ids))
         sequences.append(sequence)
     padded = [*ids, 5, 5]
-    got = gather_ngrams(torch.tensor(padded), torch.tensor([*positions, 0, 0]), start, torch.tensor(states), history, n)
+    got = gather_ngrams(
+        torch.tensor(padded), torch.tensor([*positions, 0, 0]), len(ids), torch.tensor(start), torch.tensor(states), history, n,
+    )
     assert got[len(ids) :].eq(-1).all(), "padding rows have no tokens"
     for r, sequence in enumerate(sequences):
         for row in range(start[r], start[r + 1]):

@@ -5,7 +5,7 @@ For engines that spawn workers, whose main module must be importable and guarded
 Job: {"engine": options of LLM, "prompts": [[id]], "sampling": options of SamplingParams}.
 Answer: {"outputs": [{"tokens": [id], "logprobs": [float]}], one per prompt,
 "maps": [{"pid", "path", "perms", "size", "rss", "private_dirty"}], the shards mapped by the engine's
-processes after the last token, sizes in bytes}.
+processes after the last token, sizes in bytes, "drafts": how many were verified, if the engine drafts}.
 """
 
 import json
@@ -22,7 +22,8 @@ def main(job: dict) -> dict:
         output = request.outputs[0]
         pairs = zip(output.token_ids, output.logprobs, strict=True)
         outputs.append({"tokens": list(output.token_ids), "logprobs": [step[t].logprob for t, step in pairs]})
-    return {"outputs": outputs, "maps": shard_maps()}
+    drafts = {"drafts": m.value for m in llm.get_metrics() if m.name == "vllm:spec_decode_num_draft_tokens"}
+    return {"outputs": outputs, "maps": shard_maps()} | drafts
 
 
 def shard_maps() -> list[dict]:

@@ -3,6 +3,7 @@
 
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ EXACT = {
     "kv_cache_memory_bytes": 16 << 20,
     "gpu_memory_utilization": 0.05,  # several engines share one GPU; on a CPU the line above decides
     "enforce_eager": True,
+    "swa_bounded_replay": False,  # an approximation, with tests of its own
     "disable_log_stats": False,
 }
 
@@ -60,6 +62,17 @@ def random_prompt(rng: random.Random, reference, length: int) -> list[int]:
     """Any ids but the image token's, special ones included."""
     ids = [i for i in range(reference.config.vocab_size) if i != reference.config.image_token_id]
     return rng.choices(ids, k=length)
+
+
+def random_prompts(rng: random.Random, reference, lengths: Iterable[int]) -> list[list[int]]:
+    """Random prompts of these lengths, no two the same: tests know a request by its prompt."""
+    prompts = []
+    for length in lengths:
+        prompt = random_prompt(rng, reference, length)
+        while prompt in prompts:
+            prompt = random_prompt(rng, reference, length)
+        prompts.append(prompt)
+    return prompts
 
 
 def ask(llm, prompts: list[list[int]], **sampling):

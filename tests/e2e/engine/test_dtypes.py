@@ -43,7 +43,7 @@ def test_bfloat16(engines, reference, prompts):
     kind, prompts = prompts
     differences, agreement = compare(engines(dtype="bfloat16", additional_config={}), reference, prompts)
     print(f"median {statistics.median(differences):.3f}, best token {agreement:.2f}")
-    assert statistics.median(differences) < {"short": 0.6, "long": 1.2}[kind]
+    assert statistics.median(differences) < {"short": 0.8, "long": 1.5}[kind]
     assert agreement > {"short": 0.55, "long": 0.4}[kind]
 
 
@@ -53,6 +53,6 @@ def test_float32(engines, reference, prompts):
     close = sum(difference < 1e-4 for difference in differences) / len(differences)
     print(f"mean {statistics.mean(differences):.3f}, within 1e-4 {close:.2f}, best token {agreement:.2f}")
     if kind == "short":
-        assert close > 0.75
+        assert close > 0.5
     assert statistics.mean(differences) < 0.7
-    assert agreement > {"short": 0.85, "long": 0.7}[kind]
+    assert agreement > {"short": 0.75, "long": 0.6}[kind]

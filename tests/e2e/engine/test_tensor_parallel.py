@@ -56,16 +56,13 @@ def cached(path: Path) -> float:
     return float((pages & 1).mean())
 
 
-@pytest.fixture(scope="module")
-def job(large_tables, tables, reference, run_seed, tmp_path_factory):
-    """(prompts, answer of batch_job): one run of about 30 s for all tests here."""
-    rng, answer = random.Random(run_seed), tmp_path_factory.mktemp("job") / "answer.json"
-    prompts = [random_prompt(rng, reference, length) for length in (1, 26, 9)]
+def run_job(checkpoint: Path, prompts: list[list[int]], folder: Path, **options) -> dict:
+    """The answer of batch_job: an engine of two ranks, about 30 s."""
     cpus = sorted(os.sched_getaffinity(0))
     work = {
         "engine": EXACT | {
-            "model": str(large_tables), "tensor_parallel_size": 2, "max_num_batched_tokens": 33, "max_num_seqs": 4,
-        },
+            "model": str(checkpoint), "tensor_parallel_size": 2, "max_num_batched_tokens": 33, "max_num_seqs": 4,
+        } | options,
         "prompts": prompts,
         "sampling": {"temperature": 0, "max_tokens": 4, "logprobs": 0, "ignore_eos": True},
     }
@@ -73,16 +70,26 @@ def job(large_tables, tables, reference, run_seed, tmp_path_factory):
         "VLLM_CPU_OMP_THREADS_BIND": f"{cpus[0]}|{cpus[-1]}", "OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }
-    for path in tables:
-        evict(path)
-    before = [cached(path) for path in tables]
+    answer = folder / "answer.json"
     done = subprocess.run(
         [sys.executable, str(Path(batch_job.__file__)), str(answer)],
         input=json.dumps(work), env=environment, text=True, capture_output=True, timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(answer.read_text())
+
+
+@pytest.fixture(scope="module")
+def job(large_tables, tables, reference, run_seed, tmp_path_factory):
+    """(prompts, answer of batch_job): one run for all tests here but the last."""
+    rng = random.Random(run_seed)
+    prompts = [random_prompt(rng, reference, length) for length in (1, 26, 9)]
+    for path in tables:
+        evict(path)
+    before = [cached(path) for path in tables]
+    answer = run_job(large_tables, prompts, tmp_path_factory.mktemp("job"))
     read = [(was, cached(path)) for was, path in zip(before, tables, strict=True)]
-    return prompts, json.loads(answer.read_text()) | {"read": read}
+    return prompts, answer | {"read": read}
 
 
 def test_two_ranks_answer_as_the_reference(job, reference):
@@ -109,3 +116,22 @@ def test_engram_tables_are_not_read_whole(job):
         if before:
             pytest.skip("the file system of the temporary folder keeps its pages")
         assert 0 < after < 0.2
+
+
+def test_drafts_and_experts_of_two_ranks(large_tables, reference, run_rng, tmp_path):
+    """Both ranks draft alike and verify alike: the split draft model, and rows that were rejected.  Experts of both
+    models have replicas, and change places every few steps, which wait for it."""
+    prompts = [random_prompt(run_rng, reference, length) for length in (1, 26, 9)]
+    balance = {"num_redundant_experts": 2, "step_interval": 3, "window_size": 3, "use_async": False}
+    answer = run_job(
+        large_tables, prompts, tmp_path, speculative_config={"method": "dspark", "num_speculative_tokens": 3},
+        enable_expert_parallel=True, enable_eplb=True, eplb_config=balance,
+        additional_config={"dsv41": {"exact": True, "draft_eplb_config": {"num_redundant_experts": 2}, "eplb_record": str(tmp_path / "loads.npz"), "eplb_timeout": 300}},
+    )
+    for prompt, output in zip(prompts, answer["outputs"], strict=True):
+        check_tokens(reference, prompt, output["tokens"], output["logprobs"])
+    # At least the first step of three after each prompt verified three drafts.
+    assert answer["drafts"] >= 3 * len(prompts)
+    for name in ("loads", "loads-draft"):
+        with np.load(tmp_path / f"{name}.npz") as file:
+            assert len(file["loads"]) >= 1, "no rebalance"

@@ -12,20 +12,16 @@ FLAGS = (
     "--dtype", "float32", "--additional-config", '{"dsv41": {"exact": true}}',
     "--max-model-len", "2048", "--max-num-seqs", "64", "--kv-cache-memory-bytes", "128M",
     "--block-size", "16", "--reasoning-parser", "deepseek_v41", "--enable-prompt-tokens-details",
-    "--tool-call-parser", "deepseek_v41", "--enable-auto-tool-choice",
+    "--tool-call-parser", "deepseek_v41", "--enable-auto-tool-choice", "--no-swa-bounded-replay",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="session")
 def server(checkpoint, tmp_path_factory):
-    from tests.e2e.server.harness import Server
+    from tests.e2e.server.harness import serving
 
-    running = Server(checkpoint, tmp_path_factory.mktemp("log") / "server.log", *FLAGS)
-    try:
-        running.wait(300)
+    with serving(checkpoint, tmp_path_factory.mktemp("log") / "server.log", *FLAGS) as running:
         yield running
-    finally:
-        running.stop()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import openai
@@ -29,17 +31,20 @@ def vllm_command(*arguments: str) -> list[str]:
     return [str(Path(sys.executable).parent / "vllm"), "serve", *arguments]
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+def hold_port() -> socket.socket:
+    """A socket whose port nobody gets by chance while it is open; a server binds to it as long as this does not listen."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
 
 
 class Server:
     """One server process with its own process group, its log in a file."""
 
     def __init__(self, model: Path, log: Path, *flags: str):
-        self.model, self.log, port = str(model), log, free_port()
+        self.model, self.log, self.held = str(model), log, hold_port()
+        port = self.held.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         with log.open("wb") as out:
             self.process = subprocess.Popen(
@@ -48,7 +53,7 @@ class Server:
                 env=user_environment(), start_new_session=True, cwd=log.parent,
             )  # fmt: skip
 
-    def get(self, path: str, timeout: float = 30) -> str:
+    def get(self, path: str, timeout: float = 300) -> str:
         with urllib.request.urlopen(self.url + path, timeout=timeout) as reply:
             return reply.read().decode()
 
@@ -56,7 +61,7 @@ class Server:
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.process.poll() is None:
             try:
-                self.get("/health", timeout=5)
+                self.get("/health", timeout=60)
                 return
             except OSError:
                 time.sleep(0.5)
@@ -67,14 +72,15 @@ class Server:
         """Ask politely, then kill the whole group, workers included."""
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             pass
         try:
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.process.wait(20)
+        self.process.wait(300)
+        self.held.close()
 
     def metrics(self) -> dict[str, float]:
         """Value of each series, summed over its labels."""
@@ -90,14 +96,25 @@ class Server:
             self.url + path, json.dumps({"model": self.model, **body}).encode(),
             {"Content-Type": "application/json"},
         )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             return json.loads(reply.read())
 
-    def client(self, kind=openai.OpenAI, timeout: float = 180):
+    def client(self, kind=openai.OpenAI, timeout: float = 600):
         return kind(base_url=self.url + "/v1", api_key="none", max_retries=0, timeout=timeout)
 
-    def async_client(self, timeout: float = 180) -> openai.AsyncOpenAI:
+    def async_client(self, timeout: float = 600) -> openai.AsyncOpenAI:
         return self.client(openai.AsyncOpenAI, timeout)
+
+
+@contextmanager
+def serving(model: Path, log: Path, *flags: str) -> Iterator[Server]:
+    """A server that answers, and is stopped in the end."""
+    running = Server(model, log, *flags)
+    try:
+        running.wait(900)
+        yield running
+    finally:
+        running.stop()
 
 
 class Words:

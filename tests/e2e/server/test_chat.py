@@ -124,9 +124,9 @@ def test_thinking_may_be_switched_off(client, server):
 
 
 def steered(reference, words, rng, encode):
-    """(question, bias, ids): with `bias` on </think> the greedy answer is ids, then </think>."""
+    """(question, bias, ids): with `bias` on </think> the greedy answer is ids, plain text, then </think>."""
     end = words.id("</think>")
-    while True:
+    for _ in range(1000):
         question = [{"role": "user", "content": f"{rng.getrandbits(32):x}"}]
         ids, gaps = encode(question), []
         for step in range(9):
@@ -135,7 +135,10 @@ def steered(reference, words, rng, encode):
             gaps.append(float(row.max() - row[end]))
             if step > 1 and 0.1 < gaps[-1] < min(gaps[:-1]) - 0.1:
                 return question, (gaps[-1] + min(gaps[:-1])) / 2, ids[len(ids) - step :]
-            ids = [*ids, int(row.argmax())]
+            if (token := int(row.argmax())) not in words.plain:
+                break
+            ids = [*ids, token]
+    raise AssertionError("no question found")
 
 
 def test_reasoning_ends_at_its_tag(client, server, reference, words, run_rng):

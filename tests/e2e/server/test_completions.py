@@ -78,11 +78,13 @@ def test_echo(ask, reference, words):
     given = words.encode(text)
     known = reference.logprobs(given)
     body = {"return_token_ids": False}
-    reply = ask(text, max_tokens=2, echo=True, logprobs=1, extra_body=body).choices[0]
+    reply = ask(text, max_tokens=8, echo=True, logprobs=1, extra_body=body).choices[0]
     tokens = [number(t) for t in reply.logprobs.tokens]
-    assert tokens[: len(given)] == given and len(tokens) == len(given) + 2
+    assert tokens[: len(given)] == given and len(tokens) == len(given) + 8
     check_greedy(reference, given, tokens[len(given) :], words)
-    assert reply.text.startswith(text) and len(reply.text) > len(text)
+    assert reply.text.startswith(text)
+    shown = [words.decode([i]) for i in tokens[len(given) :] if i in words.plain]
+    assert all(piece in reply.text[len(text) :] for piece in shown if piece.isascii())  # others may be parts of letters
     told = reply.logprobs.token_logprobs
     want = [float(known[i, given[i + 1]]) for i in range(len(given) - 1)]
     assert told[0] is None and told[1 : len(given)] == pytest.approx(want, abs=LOGPROB_BOUND)
@@ -91,7 +93,7 @@ def test_echo(ask, reference, words):
 def test_n_and_seed(ask, prompt, reference):
     given = prompt(18)
     first, second, other = (
-        ask(given, n=4, seed=seed, temperature=1.0, logprobs=0).choices for seed in (7, 7, 8)
+        ask(given, n=4, seed=seed, max_tokens=16, temperature=2.0, logprobs=0).choices for seed in (7, 7, 8)
     )
     drawn = [choice.token_ids for choice in first]
     assert drawn == [choice.token_ids for choice in second]
