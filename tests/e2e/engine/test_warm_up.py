@@ -10,13 +10,17 @@ from tests.e2e.engine.oracle import drafting, runner_of
 
 
 def unchanged(*models):
-    """A check that no byte of the models' caches has changed since, but for the null block's."""
+    """A check that no byte of the models' caches has changed since, but for the null block's.
+
+    Bytes, not numbers: caches of several types share their pages, and one's record may be another's NaN.
+    """
     layers = [layer for model in models for layer in model.caches]
     caches = [cache for layer in layers for cache in (layer.window, layer.compressed, layer.index, layer.ring) if cache is not None]
-    before = [cache.kv_cache[1:].clone() for cache in caches]
+    pages = [cache.kv_cache[1:].view(torch.uint8) for cache in caches]
+    before = [page.clone() for page in pages]
 
     def check() -> None:
-        assert all(torch.equal(cache.kv_cache[1:], was) for cache, was in zip(caches, before, strict=True))
+        assert all(torch.equal(page, was) for page, was in zip(pages, before, strict=True))
 
     return check
 
