@@ -17,6 +17,7 @@ from ..model.settings import shards_problem
 from .graphs import choose_mode
 from .hf_config import model_config_of
 from .options import Options, draft_eplb_config, replay_policy
+from .transfer import take_over
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,8 @@ class DeepseekV41Checks(VerifyAndUpdateConfig):
         check_draft(cfg, vllm_config)
         replay_policy(vllm_config, cfg)
         choose_mode(vllm_config)
+        if vllm_config.kv_transfer_config is not None:
+            take_over(vllm_config.kv_transfer_config)
         if not vllm_config.use_v2_model_runner:
             raise Unsupported(
                 "model runner: V1 keeps no token history for Engram. Unset VLLM_USE_V2_MODEL_RUNNER; on a CPU"
