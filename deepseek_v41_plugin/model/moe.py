@@ -13,6 +13,7 @@ from ..kernels.linear import RowWeight, row_linear, swiglu_rows
 from ..kernels.moe import Replicas
 from .parameters import Fp8Linear, Hidden, join, raw
 from .settings import Settings
+from .uniform import scattered
 
 
 class Gate(nn.Module):
@@ -103,7 +104,7 @@ class MoE(nn.Module):
         x = h.x
         held, ranks = self.experts, self.settings.expert_ranks
         ids, weights = ops.route(
-            x, self.gate.weight, self.gate.bias, self.top_k, self.scaling, self.temperature, self.replicas,
+            scattered(x) if self.settings.uniform_routing else x, self.gate.weight, self.gate.bias, self.top_k, self.scaling, self.temperature, self.replicas,
         )
         (rows, ids, weights), own = ranks.gather(x, ids, weights)
         shared, alone = self.shared_experts(h), own == slice(None)

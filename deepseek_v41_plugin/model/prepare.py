@@ -8,6 +8,7 @@ from torch import nn
 
 from ..kernels.linear import row_linear_op
 from .settings import Settings
+from .uniform import even_out
 
 
 def why_plain(settings: Settings, device: torch.device) -> str | None:
@@ -27,6 +28,8 @@ def prepare(model: nn.Module, force: bool = False) -> bool:
 
     After loading, and after loading again.  `force`: also where the plain ops run, for comparisons.
     """
+    if model.settings.uniform_routing:
+        even_out(model)
     if why_plain(model.settings, next(model.parameters()).device) and not force:
         return False
     for module in reversed(list(model.modules())):

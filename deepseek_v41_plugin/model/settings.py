@@ -56,6 +56,7 @@ class Settings:
     `cache`: record formats, see `kernels.formats.records.cache_format`.
     `activation_quant`: round the inputs of FP8 Linears and experts to FP8, as in training.
     `batch_invariant`: a row's bits do not depend on the rows beside it (`kernels.invariant`).
+    `uniform_routing`: experts at random, for benches (`model.uniform`).
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -64,6 +65,7 @@ class Settings:
     shards: Shards = field(default_factory=Shards)
     batch_invariant: bool = False
     experts: ExpertRanks | None = None
+    uniform_routing: bool = False
 
     @property
     def expert_ranks(self) -> ExpertRanks:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.platforms import current_platform
@@ -140,6 +141,8 @@ def check_features(vllm_config: VllmConfig) -> None:
         raise Unsupported(f"block_size: {block} is not a multiple of 8. Use 16 or more (a page holds whole words of every record)")
     if vllm_config.cache_config.cache_dtype not in DeepseekV41Backend.supported_kv_cache_dtypes:
         raise Unsupported(f"kv_cache_dtype: {vllm_config.cache_config.cache_dtype} is not supported. Use auto (FP8 window, FP4 compressed rows and index keys) or fp8_ds_mla")
+    if (strategy := envs.VLLM_MOE_ROUTING_SIMULATION_STRATEGY) not in ("", "uniform_random"):
+        raise Unsupported(f"VLLM_MOE_ROUTING_SIMULATION_STRATEGY: {strategy} is not supported. Use uniform_random, or unset it")
     if vllm_config.lora_config is not None:
         raise Unsupported("enable_lora: LoRA is not supported for DeepSeek-V4.1. Remove it")
     if vllm_config.load_config.load_format not in ("auto", "hf", "safetensors", "dummy"):

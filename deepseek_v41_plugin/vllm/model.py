@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size, get_tp_group
 from vllm.forward_context import get_forward_context
@@ -135,7 +136,7 @@ def settings_of(vllm_config: VllmConfig, redundant: int) -> Settings:
     dtype = torch.float64 if options.exact else vllm_config.model_config.dtype
     return Settings(
         dtype, options.activation_quant, vllm_config.cache_config.cache_dtype, shards, options.batch_invariant,
-        expert_ranks(vllm_config.parallel_config, redundant),
+        expert_ranks(vllm_config.parallel_config, redundant), uniform_routing=envs.VLLM_MOE_ROUTING_SIMULATION_STRATEGY == "uniform_random",
     )
 
 
