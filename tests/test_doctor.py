@@ -29,7 +29,7 @@ def test_a_model_that_can_be_served(model):
     code, text = doctor(str(model), DSV41_IMPL="plugin")
     assert code == 0, text
     assert "the plugin serves" in text and "806 tensors in" in text
-    for op in ("fp8_linear", "sparse_attention", "moe_experts", "index_scores", "engram_gate", "mhc_mixes"):
+    for op in ("fp8_linear", "attend", "moe_experts", "index_select", "engram_gate", "mhc_turn"):
         assert f"op {op}" in text
     assert "EPLB transport         shm" in text and "not symm_mem: " in text
     assert "BAD" not in text and text.rstrip().endswith("can be served as asked")

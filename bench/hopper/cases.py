@@ -278,15 +278,6 @@ def index_select(make, requests, kind, per, context, fmt):
     return Work(args, keys * record.width + 4 * rows * make.topk, 2 * seen * make.iH * make.id, kwargs=kwargs)
 
 
-@case("index_scores", (8,))
-def index_scores(make, rows):
-    keys = 32 if make.small else 32768
-    q, weights = make.normal(rows, make.iH, make.id, dtype=torch.float32), make.normal(rows, make.iH, dtype=torch.float32)
-    visible = torch.full((rows,), keys, device=make.device)
-    args = (q, weights, make.normal(keys, make.id, dtype=torch.float32), visible)
-    return Work(args, 4 * (keys * make.id + rows * keys), 2 * rows * keys * make.iH * make.id)
-
-
 def _mhc(make: Make, rows: int):
     from deepseek_v41_plugin.kernels.mhc import MixerWeights, prepare
 

@@ -3,9 +3,8 @@
 
 from ..registry import op, triton
 from .reference import attend as _attend
-from .reference import sparse_attention as _sparse_attention
+from .reference import sparse_attention
 
-sparse_attention = op("sparse_attention", _sparse_attention)
 attend = op("attend", _attend, triton(__name__ + ".triton_attend", "attend"))
 
 __all__ = ["attend", "sparse_attention"]

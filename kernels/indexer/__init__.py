@@ -2,11 +2,9 @@
 """Which compressed rows a query attends to: scores, top-k, candidate blocks."""
 
 from ..registry import op, triton
-from .reference import best_blocks, best_rows
-from .reference import scores as _scores
+from .reference import best_blocks, best_rows, scores
 from .reference import select as _select
 
-scores = op("index_scores", _scores)
 select = op("index_select", _select, triton(__name__ + ".triton_select", "select"), graphs=False)
 
 __all__ = ["best_blocks", "best_rows", "scores", "select"]

@@ -5,16 +5,13 @@ them, from one sublayer into the next."""
 from ..registry import op, triton
 from . import reference
 from .reference import collapse as _collapse
-from .reference import expand as _expand
-from .reference import mixes as _mixes
+from .reference import expand, mixes
 from .weights import Entered, MixerWeights, prepare
 
-mixes = op("mhc_mixes", _mixes)
 collapse = op("mhc_collapse", _collapse)
-expand = op("mhc_expand", _expand)
 enter = op("mhc_enter", reference.enter, triton(__name__ + ".triton_turn", "enter"))
 turn = op("mhc_turn", reference.turn, triton(__name__ + ".triton_turn", "turn"))
-leave = op("mhc_leave", _expand, triton(__name__ + ".triton_ends", "leave"))
+leave = op("mhc_leave", expand, triton(__name__ + ".triton_ends", "leave"))
 last = op("mhc_last", reference.last, triton(__name__ + ".triton_ends", "last"))
 
 __all__ = ["Entered", "MixerWeights", "collapse", "enter", "expand", "last", "leave", "mixes", "prepare", "turn"]
